@@ -77,37 +77,3 @@ def test_the_bits_are_the_same_however_late_the_device_is(
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
     assert counted["replayed_bytes"] > 0 and counted["num_replays"] > 0
     assert counted["offloaded_bytes"] < without["offloaded_bytes"]
-
-
-def test_a_backward_pass_on_another_stream_waits_for_what_was_computed_again(
-    lag: LagModule, tmp_path: Path
-) -> None:
-    def gradients(replay: str) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        x = torch.randn(TOKENS, HIDDEN).to(DEVICE).requires_grad_()
-        model = torch.nn.ModuleList([torch.nn.Linear(HIDDEN, HIDDEN) for _ in range(3)]).to(DEVICE)
-
-        class Both(torch.nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.model = model
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                act = F.silu(self.model[0](x))
-                side = torch.Stream(DEVICE)
-                side.wait_stream(torch.accelerator.current_stream())
-                with side:
-                    one = self.model[1](act)
-                torch.accelerator.current_stream().wait_stream(side)
-                return one.sum() + (self.model[2](act) * 2).sum()
-
-        both = Both()
-        with offload_activations(
-            both, tmp_path, min_bytes=4096, layers=[torch.nn.Linear], replay=replay
-        ):
-            both(x).backward()
-            return [x.grad.cpu(), *(one.grad.cpu() for one in model.parameters())]
-
-    expected = gradients("off")
-    lag.set_delays(50, 1500, seed=1)
-    assert all(map(torch.equal, gradients("on"), expected))
