@@ -199,6 +199,42 @@ def test_a_norm_whose_module_says_another_eps_is_saved(make_engine):
     assert engine.statistics.replayed_bytes == 0
 
 
+def test_a_norm_of_which_nothing_is_known_does_not_stop_a_forward_pass(make_engine):
+    def layer(x: Tensor, first: Tensor, second: Tensor, norm: nn.LayerNorm) -> Tensor:
+        h = F.layer_norm(x @ first, [64], norm.weight, norm.bias, 0.1)
+        return (h * (1.0 + h)) @ second
+
+    engine, norm = make_engine(), nn.LayerNorm(64, eps=1e-5)
+    for way in WAYS:
+        ours = train(engine, way, lambda *a: layer(*a, norm), weights, norm)
+        norm.zero_grad()
+        plain = train(None, way, lambda *a: layer(*a, norm), weights, norm)
+        norm.zero_grad()
+        assert all(map(torch.equal, ours, plain))
+
+
+def test_a_sum_with_a_scalar_of_a_norm_that_is_not_saved_does_not_stop_it_either(make_engine):
+    def layer(x: Tensor, first: Tensor, second: Tensor, norm: nn.LayerNorm) -> Tensor:
+        return (1.0 + F.layer_norm(x @ first, [64], norm.weight, norm.bias, 0.1)) @ second
+
+    engine, norm = make_engine(), nn.LayerNorm(64, eps=1e-5)
+    train(engine, "nodes", lambda *a: layer(*a, norm), weights, norm)
+    assert engine.statistics.replayed_bytes == 0
+
+
+def test_an_operand_that_was_changed_does_not_stop_a_forward_pass(make_engine):
+    engine = make_engine(mode="keep")
+    x, first, second = weights()
+    with engine.step(), forward_pass(engine), engine.saved_tensors_hooks():
+        h = x @ first
+        act = F.silu(h)
+        with torch.no_grad():
+            h.add_(1)
+        result = (act + (1.0 + h)) @ second
+        with pytest.raises(ChangedInPlaceError):
+            result.sum().backward()
+
+
 def test_an_eps_that_only_now_makes_a_difference_is_not_taken_for_that_of_forward(make_engine):
     engine, norm = make_engine(), nn.LayerNorm(64, eps=1e-12)
     tiny = [False, False, False, True]

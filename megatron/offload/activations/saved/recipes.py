@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -95,6 +96,7 @@ class RecipeFinder:
         self._at_hand = AtHand(device, unpack, eps_of)
         self.note, self.forget = self._at_hand.note, self._at_hand.forget
         self._claims: dict[Any, _Claim] = {}
+        self._scalars: dict[Any, float] = {}  # that were right last, to be compared first
 
     def find(
         self,
@@ -138,21 +140,16 @@ class RecipeFinder:
         if claim.num_proofs < _NUM_PROOFS:
             fetched: list[SavedStorage] = []
             try:
-                operands = self._peek(search.held, fetched)
-                assert operands is not None
-                is_right = same_bytes(claim.program.run(operands), target)
-            except torch.OutOfMemoryError:
-                return None
-            except (OffloadError, RuntimeError):  # what it says does not go with its operands
-                is_right = False
+                is_right = self._gives(claim.program, self._peek(search.held, fetched), target)
             finally:
-                operands = None
                 for record in fetched:
                     record.give_up_read()
-            if not is_right:
-                claim.is_refused = True
+            if is_right is None:
                 return None
-            claim.num_proofs += 1
+            claim.is_refused = not is_right
+            claim.num_proofs += is_right
+            if not is_right:
+                return None
         return _recipe(claim.program, search)
 
     def _with_scalar(
@@ -163,17 +160,43 @@ class RecipeFinder:
         if operands is None or target.numel() == 0 or not target.dtype.is_floating_point:
             return None
         last = steps[-1]
-        rest = Program((*steps[:-1], last._replace(constants=(0.0,))), layout).run(list(operands))
+
+        def with_scalar(scalar: float) -> Program:
+            return Program((*steps[:-1], last._replace(constants=(scalar,))), layout)
+
+        key = steps, layout
+        known = self._scalars.get(key)
+        if known is not None and self._gives(with_scalar(known), list(operands), target):
+            return with_scalar(known)
+        try:
+            rest = with_scalar(0.0).run(list(operands))
+        except (OffloadError, RuntimeError):
+            return None
         at = rest.abs().argmin()  # there the difference is most exact
-        scalar = target.detach().flatten()[at].double() - rest.flatten()[at].double()
-        for one in (
-            float(scalar),
-            round(1024 * float(scalar)) / 1024 if scalar.isfinite() else 0.0,
-        ):
-            program = Program((*steps[:-1], last._replace(constants=(one,))), layout)
-            if same_bytes(program.run(list(operands)), target):
-                return program
+        scalar = float(target.detach().flatten()[at].double() - rest.flatten()[at].double())
+        if not math.isfinite(scalar):
+            return None
+        for one in (scalar, round(1024 * scalar) / 1024):
+            if self._gives(with_scalar(one), list(operands), target):
+                self._scalars[key] = one
+                return with_scalar(one)
         return None
+
+    def _gives(
+        self, program: Program, operands: list[torch.Tensor | None] | None, target: torch.Tensor
+    ) -> bool | None:
+        """Whether a program gives the bytes of the target; None: there is no memory to see.
+
+        It raises nothing: what does not go with its operands is no recipe, and forward goes on.
+        """
+        if operands is None:
+            return None
+        try:
+            return same_bytes(program.run(operands), target)
+        except torch.OutOfMemoryError:
+            return None
+        except (OffloadError, RuntimeError):
+            return False
 
     def _peek(
         self, held: list[Held], fetched: list[SavedStorage] | None = None
@@ -182,10 +205,15 @@ class RecipeFinder:
 
         Args:
             held: what stands for them.
-            fetched: gets the records that had to be read for it. None: nothing is read, and if
-                something is not in memory, the answer is None.
+            fetched: gets the records that had to be read for it. None: nothing is read.
+
+        Returns:
+            None: one of them cannot be had now.
         """
-        found = [self._peek_at(one, fetched) for one in held]
+        try:
+            found = [self._peek_at(one, fetched) for one in held]
+        except (OffloadError, torch.OutOfMemoryError):  # a failed read; changed in place since
+            return None
         return None if any(one is None for one in found) else found
 
     def _peek_at(self, held: Held, fetched: list[SavedStorage] | None) -> torch.Tensor | None:
