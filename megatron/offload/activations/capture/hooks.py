@@ -137,7 +137,7 @@ class SavedTensorHooks:
             return tensor
         held = ResidentTensor(tensor, self._step.scope)
         if self.recipes is not None:
-            self.recipes.note(tensor, held, self._step.scope)
+            self.recipes.available.note(tensor, held, self._step.scope)
         return held
 
     def keep_captured(self, tensor: torch.Tensor) -> Packed:
@@ -224,7 +224,7 @@ class SavedTensorHooks:
             record = self._cache.add(storage, span, tensor, step.scope)
         view = SavedView(record, tensor)
         if self.recipes is not None:
-            self.recipes.note(tensor, view, step.scope)
+            self.recipes.available.note(tensor, view, step.scope)
         if isinstance(where, Recipe):
             record.replay_by(where)
             step.statistics.replayed_bytes += record.saved_bytes

@@ -25,7 +25,6 @@ from megatron.offload.activations.saved.autograd_graph import (
     saved_tensors_between,
 )
 from megatron.offload.activations.saved.cache import TensorCache
-from megatron.offload.activations.saved.resident import ResidentTensor
 from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.activations.step_context import StepContext
 from megatron.offload.activations.transfer.write_batch import WriteBatch
@@ -89,11 +88,10 @@ class LayerCapture:
                     if self._step.observer is not None:
                         self._step.observer.stayed(scope, storage)
                     if self._hooks.recipes is not None:
-                        held = ResidentTensor(tensor, scope)
-                        self._hooks.recipes.note(tensor, held, scope)
+                        self._hooks.keep(tensor)  # autograd holds it; a recipe may be of it
             finally:
                 if self._hooks.recipes is not None:
-                    self._hooks.recipes.forget()
+                    self._hooks.recipes.available.forget()
                 self._step.scope = outer
                 if batch is None:
                     to_write.submit()

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size
+
 Operation = Callable[..., Any]
 
 
@@ -108,3 +110,9 @@ class Recipe:
         self.operands = operands
         self.bases = bases
         self.depth = depth
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bits as integers, a view: NaN equals itself there, and 0 is not -0."""
+    real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return real.view(_INTEGERS[real.element_size()])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One walk through autograd's graph, from a tensor to what others have saved: `RecipeSearch`.
 
-The finder of recipes begins one for each tensor; `AtHand` is where it ends. It collects a program,
-and compares nothing.
+The finder of recipes begins one for each tensor; it ends at `AvailableTensors`. It collects a
+program, and compares nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MOST_NODES = 24  # that a search looks at: it ends soon in sums that go on thro
 _NOWHERE = Scope()
 
 
-class AtHand:
+class AvailableTensors:
     """What can be an operand: what nodes have saved, and what this layer has saved of results.
 
     Attributes:
@@ -92,7 +92,13 @@ class AtHand:
         return found
 
     def _held(self, raw: Any, node: Any, name: str | None) -> Held | None:
-        """Args: name of the attribute with the tensor; None: reading it would unpack others."""
+        """What stands for one saved tensor.
+
+        Args:
+            raw: that autograd has for it.
+            node: that saved it.
+            name: of the attribute with the tensor; None: reading it would unpack others.
+        """
         try:
             hook = raw.unpack_hook
             if hook is not None and hook != self._unpack:
@@ -123,9 +129,12 @@ class RecipeSearch:
     """
 
     def __init__(
-        self, at_hand: AtHand, target: torch.Tensor, save: Callable[[torch.Tensor], Held]
+        self,
+        available: AvailableTensors,
+        target: torch.Tensor,
+        save: Callable[[torch.Tensor], Held],
     ) -> None:
-        self._at_hand = at_hand
+        self._available = available
         self._target = target
         self._save = save
         self._known: dict[tuple[Any, int], int] = {}
@@ -143,7 +152,7 @@ class RecipeSearch:
         value = self._known.get(key)
         if value is not None:
             return value
-        held = None if is_target else self._at_hand.results.get(key)
+        held = None if is_target else self._available.results.get(key)
         if held is not None:
             value = self._operand(held)
         elif self._num_nodes < _MOST_NODES:
@@ -177,7 +186,7 @@ class RecipeSearch:
         compute = function_of(node)
         if compute is None:
             return None
-        held = self._at_hand.held_by_function(node)
+        held = self._available.held_by_function(node)
         if held is None:
             return None
         return self._step(Step(compute, tuple(self._operand(one) for one in held)))
@@ -230,14 +239,14 @@ class RecipeSearch:
         return (
             node is not None
             and operation_of(node) is None
-            and (node, number) not in self._at_hand.results
+            and (node, number) not in self._available.results
             and getattr(node, "variable", None) is None
             and function_of(node) is None
         )
 
     def _input(self, node: Any, edges: Any, position: int, name: str | None) -> int | None:
         if name is not None:
-            held = self._at_hand.held_by(node, name)
+            held = self._available.held_by(node, name)
             if held is not None:
                 return self._operand(held)
         if position >= len(edges):
@@ -247,14 +256,14 @@ class RecipeSearch:
             return None
         leaf = getattr(following, "variable", None)  # of its accumulator
         if leaf is not None:
-            if type(leaf) is torch.nn.Parameter and leaf.device == self._at_hand.device:
-                return self._operand(ResidentTensor(leaf, self._at_hand.scope))
+            if type(leaf) is torch.nn.Parameter and leaf.device == self._available.device:
+                return self._operand(ResidentTensor(leaf, self._available.scope))
             return None
         return self.result(following, number)
 
     def _eps(self, weight: int | None) -> float | None:
         held = None if weight is None or weight >= 0 else parameter_of(self.held[~weight])
-        return None if held is None else self._at_hand.eps_of(held)
+        return None if held is None else self._available.eps_of(held)
 
     def _narrower(self, edges: Any) -> int | None:
         """A cast to more bits, of which the narrower tensor is not saved: it is made and saved."""
@@ -268,7 +277,7 @@ class RecipeSearch:
         if dtype.itemsize >= target.dtype.itemsize:
             return None
         held = self._save(target.detach().to(dtype))
-        self._at_hand.results[source, number] = held
+        self._available.results[source, number] = held
         return self._operand(held)
 
 

@@ -7,28 +7,27 @@ the tensor to what earlier operations saved, and compares bytes. It changes noth
 Note [When a recipe is trusted]
 The graph shows which operation made a tensor and of what. It does not show everything (the eps of a
 norm, the 1 of `1 + x`), and that an operation gives the same bytes again is a claim. So a recipe
-counts where it has given the saved bytes: the first `_NUM_PROOFS` times that a layer saves a tensor
+counts where it has given the saved bytes: the first `_NUM_CHECKS` times that a layer saves a tensor
 so, it is run at once and its result compared. Another shape, stride, dtype or constant is another
 recipe. One that fails once is never used again in that layer.
 
 Note [Constants that the graph does not show]
 The eps of a norm is what the module that owns its weight says, confirmed by the bytes, and again in
-each replay by the deviations that autograd has saved, which another eps changes. A scalar
-that was added is computed from the bytes. It may be another one next time, or in another place of
-the layer, and nothing would show that. So such a recipe is run and compared each time. On an
-accelerator that would wait for the device, so there such a tensor is saved as usual.
+each replay by the deviations that autograd has saved, which another eps changes. A scalar that was
+added is computed from the bytes. It may be another one next time, or in another place of the layer,
+and nothing would show that. So such a recipe is run and compared each time. On an accelerator that
+would wait for the device, so there such a tensor is saved as usual.
 
 Note [What a recipe may use]
 What nodes saved, by what stands in autograd's place for it; what the operations of this layer saved
 of one another's results; copies of parameters; and the results of nodes in the table, computed on
-the way. A
-tensor that was changed in place since it was made is neither target nor operand: its node does not
-show what it was then. Operands that are changed later make backward raise, as they do in autograd.
+the way. A tensor that was changed in place since it was made is neither target nor operand: its
+node does not show what it was then. Operands that are changed later make backward raise, as they do
+in autograd.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
 from collections.abc import Callable
@@ -37,9 +36,9 @@ from typing import Any
 import torch
 
 from megatron.offload.activations.saved.autograd_graph import node_of
-from megatron.offload.activations.saved.recipe import Layout, Program, Recipe, Step
+from megatron.offload.activations.saved.recipe import Layout, Program, Recipe, Step, bits_of
 from megatron.offload.activations.saved.recipe_search import (
-    AtHand,
+    AvailableTensors,
     Held,
     RecipeSearch,
     parameter_of,
@@ -54,18 +53,17 @@ from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.activations.saved.view import SavedView
 from megatron.offload.errors import OffloadError
 
-_NUM_PROOFS = 2
+_NUM_CHECKS = 2
 _MOST_DEPTH = 6  # replayed operands of replayed operands: all are in memory together
 _LEAST_GAIN = 4  # a recipe holds copies of parameters: they take less than this part of its result
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclasses.dataclass
-class _Claim:
+class _CheckedProgram:
     """A program in a layer, and what is known of it."""
 
     program: Program
-    num_proofs: int = 0
+    num_checks: int = 0
     is_refused: bool = False
 
 
@@ -73,8 +71,7 @@ class RecipeFinder:
     """Recipes of what the layers of a model save.
 
     Attributes:
-        left_bytes: of storages that were saved as usual, by the node that made them.
-        note, forget: those of `AtHand`.
+        available: what can be an operand; the hooks tell it what was saved.
 
     Args:
         device: where activations live.
@@ -92,10 +89,8 @@ class RecipeFinder:
     ) -> None:
         self._device = device
         self._fetch = fetch
-        self.left_bytes: collections.Counter[str] = collections.Counter()
-        self._at_hand = AtHand(device, unpack, eps_of)
-        self.note, self.forget = self._at_hand.note, self._at_hand.forget
-        self._claims: dict[Any, _Claim] = {}
+        self.available = AvailableTensors(device, unpack, eps_of)
+        self._checked: dict[Any, _CheckedProgram] = {}
         self._scalars: dict[Any, float] = {}  # that were right last, to be compared first
 
     def find(
@@ -117,11 +112,10 @@ class RecipeFinder:
         target = tensor if base is None else base
         node = node_of(target)
         if node is None or (operation_of(node) is None and function_of(node) is None):
-            self.left_bytes["no node" if node is None else type(node).__name__] += storage.nbytes()
             return None
         if target._version or target.storage_offset() or target.nbytes != storage.nbytes():
             return None
-        search = RecipeSearch(self._at_hand, target, save)
+        search = RecipeSearch(self.available, target, save)
         if search.result(node, target.output_nr, is_target=True) is None:
             return None
         if search.depth > _MOST_DEPTH or search.parameter_bytes * _LEAST_GAIN > target.nbytes:
@@ -132,25 +126,25 @@ class RecipeFinder:
             program = self._with_scalar(steps, layout, search, target)
             return None if program is None else _recipe(program, search)
         key = scope.chunk, scope.layer, scope.part, steps, layout
-        claim = self._claims.get(key)
-        if claim is None:
-            claim = self._claims[key] = _Claim(Program(steps, layout))
-        if claim.is_refused:
+        checked = self._checked.get(key)
+        if checked is None:
+            checked = self._checked[key] = _CheckedProgram(Program(steps, layout))
+        if checked.is_refused:
             return None
-        if claim.num_proofs < _NUM_PROOFS:
+        if checked.num_checks < _NUM_CHECKS:
             fetched: list[SavedStorage] = []
             try:
-                is_right = self._gives(claim.program, self._peek(search.held, fetched), target)
+                is_right = self._gives(checked.program, self._peek(search.held, fetched), target)
             finally:
                 for record in fetched:
                     record.give_up_read()
             if is_right is None:
                 return None
-            claim.is_refused = not is_right
-            claim.num_proofs += is_right
+            checked.is_refused = not is_right
+            checked.num_checks += is_right
             if not is_right:
                 return None
-        return _recipe(claim.program, search)
+        return _recipe(checked.program, search)
 
     def _with_scalar(
         self, steps: tuple[Step, ...], layout: Layout, search: RecipeSearch, target: torch.Tensor
@@ -192,7 +186,7 @@ class RecipeFinder:
         if operands is None:
             return None
         try:
-            return same_bytes(program.run(operands), target)
+            return _same_bytes(program.run(operands), target)
         except torch.OutOfMemoryError:
             return None
         except (OffloadError, RuntimeError):
@@ -255,11 +249,7 @@ def _again(held: Held) -> Held:
     return held if parameter is None else ResidentTensor(parameter.detach().clone(), Scope())
 
 
-def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same shape, type and bytes."""
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.dtype is not other.dtype or one.shape != other.shape:
         return False
-    if one.is_complex():
-        one, other = torch.view_as_real(one), torch.view_as_real(other)
-    integer = _INTEGERS[one.element_size()]
-    return torch.equal(one.detach().view(integer), other.detach().view(integer))
+    return torch.equal(bits_of(one), bits_of(other))

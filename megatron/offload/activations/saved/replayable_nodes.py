@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from megatron.offload.activations.saved.recipe import Operation
+from megatron.offload.activations.saved.recipe import Operation, bits_of
 from megatron.offload.errors import OffloadError
 
 _LARGEST_DIMENSION = 1 << 63  # autograd shows a negative dimension as that much more
@@ -80,10 +80,7 @@ def _layer_norm(
         OffloadError: that is another one now, so the eps is not the one of forward.
     """
     result, _, found = torch.native_layer_norm(one, shape, weight, bias, eps)
-    integer = torch.int64 if found.dtype is torch.float64 else torch.int32
-    if found.element_size() == 2:
-        integer = torch.int16
-    is_same = found.view(integer).eq(rstd.view(integer)).all()
+    is_same = bits_of(found).eq(bits_of(rstd)).all()
     sentence = (
         f"a layer norm that runs again with the eps {eps} of its module divides by another "
         "deviation than in forward, which used another eps; set --activation-replay off"
