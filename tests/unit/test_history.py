@@ -36,6 +36,16 @@ def test_what_masks_spared_is_mentioned_where_there_were_any():
         assert words in history.summary("/ssd")
 
 
+def test_what_replay_spared_is_mentioned_where_there_was_any():
+    for spared, words in (
+        (0, "(0 B more were duplicates)"),
+        (3 << 20, "3 MiB spared by computing"),
+    ):
+        history = StepHistory(Endurance(None))
+        history.add(StepStatistics(replayed_bytes=spared))
+        assert words in history.summary("/ssd")
+
+
 def test_what_stayed_because_of_its_memory_is_mentioned_where_there_was_any():
     for stayed, is_mentioned in ((0, False), (3 << 20, True)):
         history = StepHistory(Endurance(None))

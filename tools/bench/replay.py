@@ -55,12 +55,14 @@ class Way(Variant):
     settings: str = "{}"
 
 
-def ways(allocator: str, limit: str | None) -> list[Way]:
+def ways(allocator: str, limit: str | None, min_bytes: str) -> list[Way]:
     """None, everything kept with replay, everything on the SSD without replay and with."""
-    limited = {} if limit is None else {"write_bytes_per_s": limit}
+    limited = {"min_bytes": min_bytes} | ({} if limit is None else {"write_bytes_per_s": limit})
     return [
         Way("none", allocator),
-        Way("keep", allocator, json.dumps({"mode": "keep", "replay": "on"})),
+        Way(
+            "keep", allocator, json.dumps({"mode": "keep", "replay": "on", "min_bytes": min_bytes})
+        ),
         Way("ssd-without", allocator, json.dumps({"mode": "ssd", "replay": "off", **limited})),
         Way("ssd", allocator, json.dumps({"mode": "ssd", "replay": "on", **limited})),
     ]
@@ -76,7 +78,7 @@ def measure(args: argparse.Namespace, model: str, dtype: str, folder: Path, bar:
     for name in ("layers", "hidden", "sequence", "batch", "vocabulary"):
         flags += [f"--{name}", str(getattr(args, name))]
     trainer = Trainer(ROOT / "tools/bench/train_model.py", flags, args.directory)
-    found = ways("default" if has_cuda() else "offload", args.write_limit)
+    found = ways("default" if has_cuda() else "offload", args.write_limit, args.min_bytes)
     with contextlib.ExitStack() as ends:
         trainings = {}
         for way in found:
@@ -147,6 +149,7 @@ def main() -> int:
     parser.add_argument("--sequence", type=int, default=512, help=default)
     parser.add_argument("--batch", type=int, default=2, help=default)
     parser.add_argument("--vocabulary", type=int, default=8192, help=default)
+    parser.add_argument("--min-bytes", default="1MiB", help=f"smaller storages stay; {default}")
     parser.add_argument("--write-limit", help="of the SSD, for example 150MB/s")
     parser.add_argument("--directory", type=Path, default=ROOT / "runs/offload", help=default)
     parser.add_argument("--json", type=Path, help="also write the figures there")

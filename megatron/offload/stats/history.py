@@ -59,6 +59,8 @@ class StepHistory:
         spared = f"{size('deduplicated_bytes')} more were duplicates"
         if self._median("bit_packed_bytes"):
             spared += f", {size('bit_packed_bytes')} spared by moving masks as bits"
+        if self._median("replayed_bytes"):
+            spared += f", {size('replayed_bytes')} spared by computing it again (replay)"
         if self._median("recast_bytes"):
             spared += f", {size('recast_bytes')} of weights' casts are made again"
         rows = [("offloaded", f"{size('offloaded_bytes')} ({spared})")]
