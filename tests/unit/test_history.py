@@ -39,7 +39,7 @@ def test_what_masks_spared_is_mentioned_where_there_were_any():
 def test_what_replay_spared_is_mentioned_where_there_was_any():
     for spared, words in (
         (0, "(0 B more were duplicates)"),
-        (3 << 20, "3 MiB spared by computing"),
+        (3 << 20, "3 MiB spared by comp"),
     ):
         history = StepHistory(Endurance(None))
         history.add(StepStatistics(replayed_bytes=spared))
