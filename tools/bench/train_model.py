@@ -75,8 +75,9 @@ def _qwen3(args: argparse.Namespace) -> Any:
 
 def _mixtral(args: argparse.Namespace) -> Any:
     heads = args.hidden // 64
+    sizes = _sizes(args) | {"intermediate_size": 2 * args.hidden}  # its products want such widths
     config = transformers.MixtralConfig(
-        **_sizes(args), num_key_value_heads=heads, num_local_experts=4, num_experts_per_tok=2
+        **sizes, num_key_value_heads=heads, num_local_experts=4, num_experts_per_tok=2
     )
     return transformers.MixtralForCausalLM(config)
 
