@@ -23,9 +23,9 @@ def test_forward_waits_while_too_many_bytes_are_in_flight(make_engine, write_gat
     engine = make_engine(io="buffered", inflight_bytes=8192)
     acquire, waits = engine._inflight.acquire, threading.Event()
 
-    def noted(num_bytes):
+    def noted(holder, num_bytes):
         waits.set()
-        acquire(num_bytes)
+        acquire(holder, num_bytes)
 
     monkeypatch.setattr(engine._inflight, "acquire", noted)
     with engine.step():

@@ -315,10 +315,10 @@ def test_the_dispatchers_thread_alone_moves_the_read_ahead(engine, monkeypatch):
 def test_a_step_ends_when_no_thread_holds_what_it_wrote(engine, monkeypatch):
     release, released = ByteBudget.release, []
 
-    def linger(budget, num_bytes):
-        release(budget, num_bytes)
+    def linger(budget, holder):
+        release(budget, holder)
         if threading.current_thread() is not threading.main_thread():
-            released.append(num_bytes)
+            released.append(type(holder))
             assert gate.wait(10)
 
     gate = threading.Event()

@@ -151,9 +151,10 @@ class Training:
         saved = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         return copy.deepcopy(saved)
 
-    def load(self, checkpoint: dict[str, Any]) -> None:
+    def load(self, checkpoint: dict[str, Any]) -> Training:
         self.model.load_state_dict(checkpoint["model"])
         self.optimizer.load_state_dict(copy.deepcopy(checkpoint["optimizer"]))
+        return self
 
     def close(self, *, restore: bool = True) -> None:
         if self._layer_major is not None:

@@ -11,55 +11,78 @@ from megatron.offload.tiers.budget import ByteBudget, RateLimit, SpaceBudget
 from tests.support.waiting import SOON_S
 
 
-def acquire(budget: ByteBudget, num_bytes: int) -> threading.Thread:
-    thread = threading.Thread(target=budget.acquire, args=(num_bytes,), daemon=True)
+class Holder:
+    """What bytes are taken for."""
+
+
+def acquire(budget: ByteBudget, holder: Holder, num_bytes: int) -> threading.Thread:
+    thread = threading.Thread(target=budget.acquire, args=(holder, num_bytes), daemon=True)
     thread.start()
     return thread
 
 
-def test_bytes_over_the_budget_wait_until_enough_are_given_back() -> None:
+def test_bytes_over_the_budget_wait_until_enough_are_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("megatron.offload.tiers.budget._LOOK_S", 10 * SOON_S)  # it is woken
     budget = ByteBudget(100)
-    budget.acquire(60)
-    budget.acquire(40)
-    waiting = acquire(budget, 50)
+    first, second, third = Holder(), Holder(), Holder()
+    budget.acquire(first, 60)
+    budget.acquire(second, 40)
+    waiting = acquire(budget, third, 50)
     waiting.join(timeout=0.1)
     assert waiting.is_alive() and budget.taken_bytes == 100
-    budget.release(40)
+    budget.release(second)
     waiting.join(timeout=0.1)
     assert waiting.is_alive() and budget.taken_bytes == 60
-    budget.release(60)
+    budget.release(first)
     waiting.join(timeout=SOON_S)
     assert not waiting.is_alive() and budget.taken_bytes == 50
 
 
 def test_what_does_not_fit_at_once_is_not_taken() -> None:
     budget = ByteBudget(100)
-    assert budget.try_acquire(60) and not budget.try_acquire(50)
+    first, second = Holder(), Holder()
+    assert budget.try_acquire(first, 60) and not budget.try_acquire(second, 50)
     assert budget.taken_bytes == 60
-    budget.release(60)
-    assert budget.try_acquire(500) and not budget.try_acquire(1)
+    budget.release(second)
+    assert budget.taken_bytes == 60
+    budget.release(first)
+    assert budget.try_acquire(first, 500) and not budget.try_acquire(second, 1)
     assert budget.taken_bytes == 500
 
 
 def test_more_than_the_whole_budget_is_let_through_alone() -> None:
     budget = ByteBudget(100)
-    large = acquire(budget, 500)
+    first, second = Holder(), Holder()
+    large = acquire(budget, first, 500)
     large.join(timeout=SOON_S)
     assert not large.is_alive() and budget.taken_bytes == 500
-    small = acquire(budget, 1)
+    small = acquire(budget, second, 1)
     small.join(timeout=0.1)
     assert small.is_alive()
-    budget.release(500)
+    budget.release(first)
     small.join(timeout=SOON_S)
     assert not small.is_alive()
 
 
 def test_who_waits_until_nothing_is_taken_learns_whether_it_came_to_that() -> None:
-    budget = ByteBudget(100)
-    budget.acquire(60)
+    budget, holder = ByteBudget(100), Holder()
+    budget.acquire(holder, 60)
     assert not budget.wait_until_free(timeout_s=0.01)
-    budget.release(60)
+    budget.release(holder)
     assert budget.wait_until_free(timeout_s=0.01)
+
+
+def test_a_holder_that_dies_takes_nothing_any_more_also_for_one_who_waits() -> None:
+    budget, holder, other = ByteBudget(100), Holder(), Holder()
+    budget.acquire(holder, 60)
+    waiting = acquire(budget, other, 50)
+    waiting.join(timeout=0.01)
+    assert waiting.is_alive()
+    del holder
+    waiting.join(timeout=SOON_S)
+    assert not waiting.is_alive() and budget.taken_bytes == 50
 
 
 def test_what_was_charged_must_be_paid_before_the_next_transfer() -> None:

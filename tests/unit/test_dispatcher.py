@@ -110,3 +110,20 @@ def test_closing_does_what_was_submitted_first():
     dispatcher.close()
     assert done == [True] and threads_of("closed") == []
     dispatcher.drain()  # returns at once
+
+
+def test_draining_in_its_own_thread_waits_for_nothing(dispatcher):
+    drained = threading.Event()
+    dispatcher.submit(lambda: (dispatcher.drain(), drained.set()))
+    assert drained.wait(SOON_S)
+
+
+def test_after_the_end_an_interrupt_reaches_who_submits_and_all_work_is_done(dispatcher):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    dispatcher.close()
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        dispatcher.submit(interrupted, lambda: done.append(True))
+    assert done == [True]

@@ -111,10 +111,7 @@ class OffloadEngine:
         waits = ComputeWaits(Clock(device), counted, is_host=device.is_host)
         self._step = StepContext(waits, counted)
         self._tiers = open_tiers(
-            config,
-            device,
-            reserve_bytes=reserve_bytes,
-            num_local_ranks=num_local_ranks,
+            config, device, reserve_bytes=reserve_bytes, num_local_ranks=num_local_ranks
         )
         with contextlib.ExitStack() as opened:  # closes them if a later line raises
             for tier in self.tiers.values():
@@ -207,7 +204,7 @@ class OffloadEngine:
         self._device.begin_phase("step")
         if self._peak is not None:
             self._peak.reset()
-        self._step.statistics = StepStatistics()
+        statistics = self._step.statistics = StepStatistics()
         self.waits.begin_step(self.statistics, in_detail=self._step.observer is not None)
         self.writer.begin_step()
         self._traffic.begin_step()
@@ -218,27 +215,29 @@ class OffloadEngine:
         try:
             yield
             self.waits.end_step()
-        finally:
-            if self.memory_report is not None:
-                self.memory_report.end_step()
-            self.reader.end_prefetch()
-            self.dispatcher.drain()
-            is_settled = self._device.is_host or not self.writer.bytes_in_flight
-            self.statistics.long_lived_bytes = self.cache.end_step(is_settled=is_settled)
-            self._count_left()
-            self._count_reserved()
-            self.writer.end_step()
-            self._traffic.end_step(self.statistics)
-            if self.tracer is not None:
-                self.tracer.end_step()
+        finally:  # of a step that an interrupt left behind, Python may run it in another one
+            if self.statistics is statistics:
+                self._end_step()
+
+    def _end_step(self) -> None:
+        if self.memory_report is not None:
+            self.memory_report.end_step()
+        self.reader.end_prefetch()
+        self.dispatcher.drain()
+        is_settled = self._device.is_host or not self.writer.bytes_in_flight
+        self.statistics.long_lived_bytes = self.cache.end_step(is_settled=is_settled)
+        self._count_left()
+        self._count_reserved()
+        self.writer.end_step()
+        self._traffic.end_step(self.statistics)
+        if self.tracer is not None:
+            self.tracer.end_step()
 
     def _count_left(self) -> None:
         """Counts the step's saved tensors that cannot move."""
         left, counted = self.cache.take_left_alone(), self.statistics
-        counted.unsupported, counted.unsupported_bytes = (
-            left.num_unsupported,
-            left.unsupported_bytes,
-        )
+        counted.unsupported = left.num_unsupported
+        counted.unsupported_bytes = left.unsupported_bytes
         counted.held_bytes = left.held_bytes
         counted.other_device_bytes = left.other_devices.total()
         self.other_devices = dict(left.other_devices)

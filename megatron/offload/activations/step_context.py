@@ -54,7 +54,8 @@ class StepContext:
         try:
             yield order
         finally:
-            self.scope, self.save_order = outer
+            if self.save_order is order:  # else Python ends late what an interrupt left behind
+                self.scope, self.save_order = outer
             if self.sampler is not None:
                 self.sampler.enter("")
 
@@ -66,4 +67,5 @@ class StepContext:
         try:
             yield
         finally:
-            self.scope = outer
+            if self.scope is scope:  # as in `forward`
+                self.scope = outer

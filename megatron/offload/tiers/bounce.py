@@ -17,6 +17,7 @@ without one all storages take that way.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -25,8 +26,8 @@ from typing import Any
 import torch
 
 from megatron.offload.device.device import Device, memory_at
-from megatron.offload.machine.condition import Condition
 from megatron.offload.tiers.arena import HostArena
+from megatron.offload.tiers.budget import ByteBudget
 from megatron.offload.tiers.copies import ByDevice
 from megatron.offload.tiers.direct_io import Cut
 from megatron.offload.tiers.drive import Extent
@@ -58,10 +59,10 @@ class BouncingBlock(Block):
     """
 
     def __init__(self, tier: BouncingTier, on_drives: SsdBlock, in_pool: PoolRange) -> None:
-        super().__init__(tier, on_drives.num_bytes)
         self.on_drives: SsdBlock | None = on_drives  # None: freed
         self.in_pool: PoolRange | None = in_pool
         self.write: Transfer | None = None
+        super().__init__(tier, on_drives.num_bytes)
 
     def __str__(self) -> str:
         pool = "page-locked memory, to go to " if self.in_pool is not None else ""
@@ -87,9 +88,8 @@ class BouncingTier(SsdTier):
     ) -> None:
         self._copies: ByDevice | None = None
         self._pool: HostArena | None = None
-        # Protects what follows. Held for a few instructions; no other lock is taken under it.
-        self._changed = Condition()
-        self._num_leaving = 0  # storages in the pool that are to be written to the drives
+        # Storages in the pool that are to be written to the drives, by the copies to the pool.
+        self._leaving = ByteBudget(sys.maxsize)
         super().__init__(directories, device=device, **options)
         try:
             assert self._staging is not None
@@ -117,11 +117,10 @@ class BouncingTier(SsdTier):
         on_drives = SsdBlock(self, Cut(source.nbytes(), b"", body_bytes, b""), extents)
         block = BouncingBlock(self, on_drives, in_pool)
         copy = self._copies.begin_write(source, in_pool.address, after, in_pool)
-        with self._changed:
-            self._num_leaving += 1
+        self._leaving.acquire(copy, body_bytes)
         # The drives' queues have them only after the copy, and striping looks at the queues now.
         for extent in extents:
-            extent.drive.expect(extent.num_bytes)
+            extent.drive.expect(extent)
         reference = weakref.ref(block)
         copy.add_done_callback(lambda copied: self._in_pool(reference, extents, copied))
         return block, copy
@@ -182,8 +181,7 @@ class BouncingTier(SsdTier):
 
     def wait_for_writes(self, timeout_s: float | None = None) -> bool:
         """Blocks until what is in the pool was written to the drives, refused or cancelled."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._num_leaving, timeout_s)
+        return self._leaving.wait_until_free(timeout_s)
 
     @property
     def pool_bytes(self) -> int:
@@ -209,36 +207,33 @@ class BouncingTier(SsdTier):
     ) -> None:
         """A copy to the pool has ended: starts to write its bytes, if the block is still alive."""
         for extent in extents:
-            extent.drive.expect(-extent.num_bytes)
+            extent.drive.expect_no_more(extent)
         block = reference()
         has_failed = copied.cancelled() or copied.exception() is not None
         on_drives, in_pool = (None, None) if block is None else (block.on_drives, block.in_pool)
         if block is None or on_drives is None or in_pool is None or has_failed:
-            self._left()
+            self._leaving.release(copied)
             return
         view = _PoolView(in_pool, on_drives.cut, self._piece_bytes)
         try:
             write = self._write_body(view, on_drives)
         except Exception:  # e.g. the drives' threads have ended: the bytes stay in the pool
-            self._left()
+            self._leaving.release(copied)
             return
         block.write = write
         del block, on_drives, in_pool, view
-        write.add_done_callback(lambda written: self._on_drives(reference, written))
+        write.add_done_callback(lambda written: self._on_drives(reference, copied, written))
 
     # Usually runs in an I/O thread.
-    def _on_drives(self, reference: weakref.ref[BouncingBlock], written: Transfer) -> None:
+    def _on_drives(
+        self, reference: weakref.ref[BouncingBlock], copied: Transfer, written: Transfer
+    ) -> None:
         """A write to the drives has ended; if it did not fail, frees the memory in the pool."""
         block = reference()
         if block is not None and not written.cancelled() and written.exception() is None:
             block.in_pool = None
         del block
-        self._left()
-
-    def _left(self) -> None:
-        with self._changed:
-            self._num_leaving -= 1
-            self._changed.notify_all()
+        self._leaving.release(copied)
 
 
 class _PoolView:

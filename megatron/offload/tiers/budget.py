@@ -7,61 +7,82 @@ Several drives or tiers may share one of each. A caller over budget waits, or ke
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 from megatron.offload.machine.condition import Condition
+
+_LOOK_S = 0.1  # a thread that waits looks so often whether a holder has died
 
 
 class ByteBudget:
     """Bounds the bytes in flight: `acquire` waits while there are too many.
 
     A transfer that is larger than the whole budget may run alone, else it could never run.
+
+    Bytes are taken for a holder, such as the transfer. A holder that dies before `release` takes
+    nothing any more: where a signal's handler raises between two lines of a thread that was about
+    to start a transfer, its bytes do not stay taken for ever.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        self.taken_bytes = 0
+        # Bytes by a weak reference to the holder. Each change is one call of C's, which nothing
+        # interrupts.
+        self._taken: dict[weakref.ref[Any], int] = {}
         self._num_waiting = 0  # threads; usually none, and then there is nothing to notify
-        # Protects the above. Held for a few instructions; no other lock is taken under it.
-        self._lock = threading.Lock()
-        self._changed = Condition(self._lock)
+        # Protects the count of waiting threads, and a look at what is taken until more is. Held for
+        # a few instructions; no other lock is taken under it.
+        self._changed = Condition()
 
-    def _fits(self, num_bytes: int) -> bool:
-        return self.taken_bytes == 0 or self.taken_bytes + num_bytes <= self.limit_bytes
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of all holders."""
+        return sum(self._taken.values())
 
-    def try_acquire(self, num_bytes: int) -> bool:
-        """Takes `num_bytes` if they fit now; returns whether they did."""
-        with self._lock:
-            fits = self._fits(num_bytes)
-            if fits:
-                self.taken_bytes += num_bytes
-            return fits
+    def _take(self, holder: Any, num_bytes: int) -> bool:
+        """Takes `num_bytes` if they fit. Called under the lock."""
+        taken_bytes = self.taken_bytes
+        if taken_bytes and taken_bytes + num_bytes > self.limit_bytes:
+            return False
+        self._taken[weakref.ref(holder, self._taken.pop)] = num_bytes
+        return True
 
-    def acquire(self, num_bytes: int) -> None:
-        """Takes `num_bytes`; waits until they fit."""
-        with self._lock:
-            self._num_waiting += 1
-            try:
-                while not self._fits(num_bytes):
-                    self._changed.wait()
-            finally:
-                self._num_waiting -= 1
-            self.taken_bytes += num_bytes
+    def try_acquire(self, holder: Any, num_bytes: int) -> bool:
+        """Takes `num_bytes` for `holder` if they fit now; returns whether they did."""
+        with self._changed:
+            return self._take(holder, num_bytes)
 
-    def release(self, num_bytes: int) -> None:
-        """Gives back `num_bytes` that `acquire` or `try_acquire` took; wakes waiting threads."""
-        with self._lock:
-            self.taken_bytes -= num_bytes
+    def acquire(self, holder: Any, num_bytes: int) -> None:
+        """Takes `num_bytes` for `holder`; waits until they fit."""
+        self._wait(lambda: self._take(holder, num_bytes))
+
+    def release(self, holder: Any) -> None:
+        """Gives back what `holder` has taken, if it holds anything; wakes waiting threads."""
+        self._taken.pop(weakref.ref(holder), None)
+        with self._changed:
             if self._num_waiting:
                 self._changed.notify_all()
 
     def wait_until_free(self, timeout_s: float | None = None) -> bool:
         """Blocks until nothing is taken; False after `timeout_s`."""
-        with self._lock:
+        return self._wait(lambda: not self._taken, timeout_s)
+
+    def _wait(self, is_time: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
             self._num_waiting += 1
             try:
-                return self._changed.wait_for(lambda: self.taken_bytes == 0, timeout_s)
+                while not is_time():
+                    left_s = until_s - time.monotonic()
+                    if left_s <= 0:
+                        return False
+                    self._changed.wait(min(left_s, _LOOK_S))
+                return True
             finally:
                 self._num_waiting -= 1
 

@@ -13,12 +13,13 @@ import enum
 import errno
 import logging
 import operator
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
 from megatron.offload.sizes import MIB, format_size
 from megatron.offload.tiers.access import View
-from megatron.offload.tiers.budget import RateLimit, SpaceBudget
+from megatron.offload.tiers.budget import ByteBudget, RateLimit, SpaceBudget
 from megatron.offload.tiers.checksum import Checksum, checksum_in_parts
 from megatron.offload.tiers.extents import ExtentAllocator
 from megatron.offload.tiers.file import DriveFile, Vector, no_space
@@ -48,7 +49,7 @@ class Health(enum.Enum):
 class Extent:
     """A range of a drive's file. Its owner frees it with `free`."""
 
-    __slots__ = ("checksums", "drive", "num_bytes", "offset", "piece_bytes")
+    __slots__ = ("__weakref__", "checksums", "drive", "num_bytes", "offset", "piece_bytes")
 
     def __init__(self, drive: Drive, offset: int, num_bytes: int) -> None:
         self.drive = drive
@@ -132,8 +133,8 @@ class Drive:
         self._checksum = checksum
         # Offsets of freed extents; the next allocation takes them in.
         self._freed: collections.deque[int] = collections.deque()
-        self._expected_bytes = 0
-        # Protects extents, health and what is expected. Held for microseconds (or one fallocate,
+        self._expected = ByteBudget(sys.maxsize)
+        # Protects extents and health. Held for microseconds (or one fallocate,
         # when the file grows); the space budget's lock is taken under it, no other.
         self._lock = threading.Lock()
         try:
@@ -164,12 +165,15 @@ class Drive:
     @property
     def queued_bytes(self) -> int:
         """Bytes that wait to be written, and those that `expect` has announced."""
-        return self._threads.queued_write_bytes + self._expected_bytes
+        return self._threads.queued_write_bytes + self._expected.taken_bytes
 
-    def expect(self, num_bytes: int) -> None:
-        """Announces bytes that will be written, or (below 0) takes that back: for striping."""
-        with self._lock:
-            self._expected_bytes += num_bytes
+    def expect(self, extent: Extent) -> None:
+        """Announces that an extent will be written, until `expect_no_more`: for striping."""
+        self._expected.acquire(extent, extent.num_bytes)
+
+    def expect_no_more(self, extent: Extent) -> None:
+        """Takes back what `expect` announced."""
+        self._expected.release(extent)
 
     def reserve(self, num_bytes: int) -> None:
         """Grows the file now, so that a disk that is too small is noticed before training.

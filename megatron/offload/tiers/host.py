@@ -30,8 +30,10 @@ class HostBlock(Block):
     """Where the host tier keeps the bytes of one storage: a range of the arena."""
 
     def __init__(self, tier: HostTier, offset: int, num_bytes: int) -> None:
+        self.offset: int | None  # None: freed
+        # First, and in one statement: from here on `__del__` frees the range.
+        self.tier, self.offset = tier, offset
         super().__init__(tier, num_bytes)
-        self.offset: int | None = offset  # None: freed
 
     def __str__(self) -> str:
         return f"host memory, offset {self.offset}, length {self.num_bytes}"

@@ -103,8 +103,7 @@ class IoThreads:
         self._is_woken = False  # whether one of them was woken and has not looked at the queue yet
         # Protects all of the above and the list of threads. Held for microseconds; the write
         # limit's lock is taken under it, no other.
-        self._lock = threading.Lock()
-        self._changed = Condition(self._lock)
+        self._changed = Condition()
         self._threads: list[threading.Thread] = []
         try:
             for _ in range(num_threads):
@@ -125,7 +124,7 @@ class IoThreads:
         """
         transfer = Transfer(work)
         small_bytes = num_bytes or math.inf
-        with self._lock:
+        with self._changed:
             self._check_open()
             arrival = next(self._arrivals)
             job = _Job(deadline, arrival, transfer, collections.deque(), small_bytes)
@@ -138,7 +137,7 @@ class IoThreads:
         transfer = Transfer(*(piece.write for piece in pieces))
         left_bytes = collections.deque(piece.num_bytes for piece in pieces)
         small_bytes = left_bytes[0] if len(left_bytes) == 1 else math.inf
-        with self._lock:
+        with self._changed:
             self._check_open()
             arrival = next(self._arrivals)
             self._writes.append(_Job(0.0, arrival, transfer, left_bytes, small_bytes))
@@ -148,7 +147,7 @@ class IoThreads:
 
     def close(self) -> None:
         """Cancels what is queued, waits for reads and pieces under way, ends the threads."""
-        with self._lock:
+        with self._changed:
             self._closing = True
             queued = self._take_all()
             threads = list(self._threads)
@@ -202,7 +201,7 @@ class IoThreads:
         for job in jobs:
             job.transfer.fail("the I/O thread that carried it out died")
         orphans: list[_Job] = []
-        with self._lock:
+        with self._changed:
             self._threads.remove(threading.current_thread())
             if not self._closing:
                 try:
@@ -244,7 +243,7 @@ class IoThreads:
             jobs: empty, or a write of which this thread has done a piece, and which becomes the
                 first of the writes again; afterwards the jobs that it has taken.
         """
-        with self._lock:
+        with self._changed:
             if jobs:
                 self._writes.appendleft(jobs[0])
                 self.queued_write_bytes += sum(jobs[0].left_bytes)

@@ -29,7 +29,11 @@ class Block:
         self.num_bytes = num_bytes
 
     def __del__(self) -> None:
-        self.tier.free(self)
+        try:
+            free = self.tier.free
+        except AttributeError:  # an interrupt has ended `__init__`
+            return
+        free(self)
 
 
 @dataclass

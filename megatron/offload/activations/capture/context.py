@@ -36,16 +36,18 @@ class SavingContext(torch.autograd.graph.saved_tensors_hooks):
     `rrelu`). And not before it is worth to wake the thread that starts transfers.
 
     It may end where other hooks have been pushed onto it since, or in another thread than it began
-    in. It takes off its own hooks only; where it cannot, they do nothing until they are called.
+    in. It takes off its own hooks only; where it cannot, they do nothing until they are called. It
+    may be ended again, where an interrupt came into its end.
 
     Args:
         hooks: take a tensor and bring it back.
         batch: gets what operations save.
     """
 
+    _is_over = _has_ended = False  # its end has begun, and has come to its own end
+
     def __init__(self, hooks: SavedTensorHooks, batch: WriteBatch) -> None:
         super().__init__(self._pack, hooks.unpack)
-        self._is_over = False
         self._begin(hooks, batch)
 
     def _begin(self, hooks: SavedTensorHooks, batch: WriteBatch) -> None:
@@ -57,11 +59,14 @@ class SavingContext(torch.autograd.graph.saved_tensors_hooks):
         self._first_number = _next_number()
 
     def __exit__(self, *error: object) -> None:
+        if self._has_ended:
+            return
         self._is_over = True
         self._take_off()
         if self._hooks.recipes is not None:
             self._hooks.recipes.available.forget()
         self.submit()
+        self._has_ended = True
 
     def submit(self) -> None:
         """All operations so far have ended: what they saved may be written."""

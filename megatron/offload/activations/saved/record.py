@@ -79,6 +79,7 @@ class SavedStorage:
     # Events of the device after which `_memory` may be used, see `Device.use_after`. None: it is
     # the memory that was saved, or on a CPU. Each read sets another object.
     ready: Sequence[Any] | None = None
+    _pending: Pending | None = None  # of the transfer under way; `__del__` runs in any case
     recipe: Recipe | None = None  # by which the bytes are computed again, instead of read
 
     def __init__(
@@ -89,7 +90,6 @@ class SavedStorage:
         span: Span | None = None,
         is_mask: bool = False,
     ) -> None:
-        self._pending: Pending | None = None  # first: `__del__` also runs if the rest raises
         self.scope = scope
         self.version = version  # of the tensor that was saved first
         num_bytes = storage.nbytes()

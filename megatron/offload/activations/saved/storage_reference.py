@@ -30,7 +30,11 @@ class StorageReference:
         self.cdata: int = storage._weak_ref()
 
     def __del__(self, free: Callable[[int], None] = _free) -> None:  # also as the process ends
-        free(self.cdata)
+        try:
+            cdata = self.cdata
+        except AttributeError:  # an interrupt has ended `__init__`
+            return
+        free(cdata)
 
     def expired(self) -> bool:
         """Whether the storage was freed."""

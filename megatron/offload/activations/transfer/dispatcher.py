@@ -44,7 +44,12 @@ class Dispatcher:
             self._work.put(work)
 
     def drain(self) -> None:
-        """Returns when everything that was submitted before has run."""
+        """Returns when everything that was submitted before has run; in its own thread, at once.
+
+        There Python may collect what an interrupt left of a step, whose end drains.
+        """
+        if threading.current_thread() is self._thread:
+            return
         done = threading.Lock()  # in C, so that a signal's handler cannot leave it locked
         done.acquire()
         self._work.put((done.release,))
@@ -63,10 +68,13 @@ class Dispatcher:
             work = None  # while this thread waits, it must keep nothing alive
 
     def _do(self, work: Sequence[Callable[[], None]]) -> None:
-        for piece in work:
+        for number, piece in enumerate(work, 1):
             try:
                 piece()
             except BaseException as error:  # any error: no other thread would do this one's work
+                if threading.current_thread() is threading.main_thread():  # after `close`
+                    self._do(work[number:])
+                    raise  # a signal's handler may have raised it
                 if type(error) not in self._reported:
                     self._reported.add(type(error))
                     # Not the error itself: a handler that stores records would keep its traceback.

@@ -12,7 +12,7 @@ import functools
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.offload.activations.saved.record import SavedReference, SavedStorage
 from megatron.offload.activations.saved.scope import layer_of, span_name
@@ -25,14 +25,27 @@ from megatron.offload.tiers.tier import Tier
 from megatron.offload.tiers.transfer import Transfer
 
 
-class Outgoing(NamedTuple):
-    """A storage that is to be written."""
+class Outgoing:
+    """A storage that is to be written, which holds its bytes in flight.
 
-    record: SavedReference
-    num_bytes: int  # of memory that stays until it is written
-    tier: Tier
-    moved_bytes: int  # a mask moves fewer
-    stream: Any  # of the device, on which its operation ran
+    Attributes:
+        record: of the storage.
+        num_bytes: of memory that stays until it is written.
+        tier: to write to.
+        moved_bytes: a mask moves fewer.
+        stream: of the device, on which its operation ran.
+    """
+
+    __slots__ = ("__weakref__", "moved_bytes", "num_bytes", "record", "stream", "tier")
+
+    def __init__(
+        self, record: SavedReference, num_bytes: int, tier: Tier, moved_bytes: int, stream: Any
+    ) -> None:
+        self.record = record
+        self.num_bytes = num_bytes
+        self.tier = tier
+        self.moved_bytes = moved_bytes
+        self.stream = stream
 
 
 class Writer:
@@ -104,13 +117,13 @@ class Writer:
                             saved_bytes = one.num_bytes - one.moved_bytes
                             self._step.statistics.bit_packed_bytes += saved_bytes
                 del record
-                if not self._inflight.try_acquire(one.num_bytes):
+                if not self._inflight.try_acquire(one, one.num_bytes):
                     self._dispatch(fitting)
                     fitting = []
                     self.make_room(sum(other.num_bytes for other in outgoing))
                     began = time.perf_counter()  # host time: the timeline shows the host waiting
                     with self._step.waits.for_room():
-                        self._inflight.acquire(one.num_bytes)
+                        self._inflight.acquire(one, one.num_bytes)
                     if self._step.tracer is not None and self._device.is_host:
                         self._step.tracer.span(WAIT, "wait for room to write", began)
                 fitting.append(one)
@@ -157,7 +170,7 @@ class Writer:
         record = outgoing.record()
         memory = record.memory_to_write() if record is not None else None
         if record is None or memory is None:  # the graph was dropped, or backward needs it already
-            self._inflight.release(outgoing.num_bytes)
+            self._inflight.release(outgoing)
             return
         started = None
         try:
@@ -167,7 +180,7 @@ class Writer:
                 record.keep_in_memory()
                 self._rejected_bytes += outgoing.moved_bytes
                 self._num_rejected += 1
-                self._inflight.release(outgoing.num_bytes)
+                self._inflight.release(outgoing)
         if started is not None:
             block, transfer = started
             record.begin_write(block, transfer)
@@ -190,7 +203,7 @@ class Writer:
                 failed = transfer.error is not None
                 record.end_write(failed=failed or not record.has_all_in_bits)
             del record  # first: a thread that sees nothing in flight may end the step
-            self._inflight.release(outgoing.num_bytes)
+            self._inflight.release(outgoing)
             if (sampler := self._step.sampler) is not None:  # the end of the step removes it
                 sampler.transfer_ended()
 

@@ -70,7 +70,6 @@ class FirstSaved(SavingContext):
         self._engine: OffloadEngine | None = None
         self._small_bytes = 0  # saved before it was clear
         self._seen: torch.device | None = None  # of what was saved first
-        self._is_over = False
 
     def end(self) -> None:
         """The forward pass has ended: what it has saved is small, if it has saved anything."""

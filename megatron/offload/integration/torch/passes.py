@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from megatron.offload.activations.capture.context import others_take_what_is_saved
+from megatron.offload.activations.capture.context import SavingContext, others_take_what_is_saved
 from megatron.offload.activations.engine import OffloadEngine
 from megatron.offload.activations.saved.save_order import SaveOrder
 from megatron.offload.activations.saved.scope import Scope
@@ -72,6 +72,16 @@ class _ForwardPass:
         if self.listener is not None:
             return self.listener() is None
         return self.save_order.last() is None
+
+    def enter_hooks(self, hooks: SavingContext) -> None:
+        """Enters the hooks for saved tensors, whose end comes off with the other contexts.
+
+        Their end is noted first: else an interrupt between the two would leave them on the thread.
+        And it is noted twice: one that an interrupt ends half way is repeated.
+        """
+        self.contexts.push(hooks)
+        self.contexts.push(hooks)
+        hooks.__enter__()
 
 
 class _OutputHook:
@@ -159,7 +169,7 @@ class Passes:
         forward = _ForwardPass(module, len(self._passes))
         self._begin(forward, self._steps, inputs)
         try:
-            forward.contexts.enter_context(self._steps.engine.saved_tensors_hooks())
+            forward.enter_hooks(self._steps.engine.saved_tensors_hooks())
         except BaseException:
             forward.has_had_backward = True
             self._close(forward)
@@ -183,7 +193,7 @@ class Passes:
         self._forward = forward
         _of_thread.forward = weakref.ref(forward)
         forward.first_saved = FirstSaved(open_on, self._min_bytes)
-        forward.contexts.enter_context(forward.first_saved)
+        forward.enter_hooks(forward.first_saved)
 
     def _begin(
         self, forward: _ForwardPass, steps: TrainingSteps, inputs: Sequence[torch.Tensor]
@@ -277,10 +287,10 @@ class Passes:
         return True
 
     def _close(self, forward: _ForwardPass) -> None:
+        forward.contexts.close()  # first: what an interrupt leaves of it, `_is_within` closes
         self._forward = None
         forward.is_open = False
         forward.frame = None
-        forward.contexts.close()
 
     # -- Backward -------------------------------------------------------------------------------
 
