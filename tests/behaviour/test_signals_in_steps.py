@@ -175,10 +175,10 @@ class InterruptedSteps:
         found: how the steps went.
     """
 
-    def __init__(self, stream: str, directory: Path, watchdog: Watchdog) -> None:
+    def __init__(self, stream: str, directory: Path, watchdog: Watchdog, **settings: Any) -> None:
         gc.collect()  # of other tests, whose finalizers would be moments of a step of this one
         self.found: collections.Counter[str] = collections.Counter()
-        self.training = Training(stream, directory).train(0, 1)
+        self.training = Training(stream, directory, **settings).train(0, 1)
         self.saved = self.training.checkpoint()
         self._expected = without_offload(stream, 0, 1, 2)
         self._watchdog = watchdog
@@ -259,12 +259,20 @@ def test_what_a_handler_raises_is_not_taken_for_a_failed_read(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900, method="thread")
-@pytest.mark.parametrize("stream", STREAMS, ids=lambda name: name.split()[-1])
+@pytest.mark.parametrize(
+    ("stream", "settings"),
+    [*((one, {}) for one in STREAMS), (ACTIVATIONS, {"replay": "on"})],
+    ids=[*(one.split()[-1] for one in STREAMS), "replay"],
+)
 def test_an_interrupt_at_any_moment_of_a_step(
-    stream: str, watchdog: Watchdog, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    stream: str,
+    settings: dict[str, str],
+    watchdog: Watchdog,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     chosen = random.Random(34)
-    steps = InterruptedSteps(stream, tmp_path, watchdog)
+    steps = InterruptedSteps(stream, tmp_path, watchdog, **settings)
     moments = moments_of_a_step(steps.training, steps.saved)
     for in_passes, moment, count in chosen.sample(moments, len(moments) // ONE_IN):
         number = chosen.choice([1, max(1, count // 2), count])
