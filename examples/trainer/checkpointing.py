@@ -26,7 +26,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from megatron.offload.activations.placement.atomic_file import write_atomically
+from megatron.offload.activations.placement.atomic_file import sync_files, write_atomically
 from megatron.offload.integration.megatron import ModelStates
 
 from .errors import UserError
@@ -123,7 +123,10 @@ def find_checkpoint(directory: Path) -> Path:
 
 
 def save_checkpoint(directory: Path, progress: Progress, state: TrainingState) -> Path:
-    """Writes a checkpoint; all ranks call it. Complete only once the tracker file names it."""
+    """Writes a checkpoint; all ranks call it. Complete only once the tracker file names it.
+
+    The tracker file names no checkpoint that a power failure could still take back.
+    """
     checkpoint = _checkpoint_directory(directory, progress.iteration)
     if dist.get_rank() == 0:
         checkpoint.mkdir(parents=True, exist_ok=True)
@@ -132,6 +135,7 @@ def save_checkpoint(directory: Path, progress: Progress, state: TrainingState) -
         _save_content(checkpoint, progress, state)
     dist.barrier()
     if dist.get_rank() == 0:
+        sync_files(checkpoint)  # megatron-core waits for the disk with tensors, not with the rest
         tracker = directory / _TRACKER_FILE
         write_atomically(tracker, f"{progress.iteration}\n")
     dist.barrier()

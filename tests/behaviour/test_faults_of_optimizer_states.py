@@ -351,9 +351,10 @@ def test_parameters_are_named_as_the_optimizer_names_them(
         handle.close(restore=False)
 
 
-def flip_a_bit(trained: Trained) -> None:
-    """In the file, of one bucket; the page cache forgets what it knew."""
-    (extent,) = one_away(trained).block.extents
+def flip_a_bit(trained: Trained, bucket: Bucket | None = None) -> None:
+    """In the file, of one bucket that is away; the page cache forgets what it knew."""
+    away = one_away(trained)
+    (extent,) = (bucket or away).block.extents
     fd = os.open(f"/proc/self/fd/{extent.drive.file.fd}", os.O_RDWR)
     try:
         byte = os.pread(fd, 1, extent.offset + 5)
@@ -378,6 +379,37 @@ def test_a_flipped_bit_comes_into_no_checkpoint(offloaded: Callable[..., Trained
     flip_a_bit(trained)
     with pytest.raises(LostStateError, match="checksum mismatch"):
         trained.optimizer.state_dict()
+
+
+@pytest.mark.parametrize("number", [0, -1], ids=["before an update", "in mid step"])
+def test_a_lost_state_is_replaced_by_a_checkpoint(
+    number: int, offloaded: Callable[..., Trained]
+) -> None:
+    """In the same process, which has the others in memory or on the tier."""
+    expected = Trained(ADAMW).train(3)
+    trained = offloaded()
+    trained.train(3)
+    saved = trained.result
+    trained.train(1)  # goes down: the next one begins with the first bucket
+    flip_a_bit(trained, states_of(trained).buckets[number])
+    with pytest.raises(LostStateError):
+        trained.train(1)
+    groups = saved[2]["param_groups"]
+    with pytest.raises(ValueError, match="parameter group"):
+        trained.optimizer.load_state_dict({**saved[2], "param_groups": groups * 2})
+    with pytest.raises((LostStateError, InterruptedStepError)):  # it has replaced nothing
+        trained.optimizer.state_dict()
+    with torch.no_grad():
+        for param, value in zip(trained.model.parameters(), saved[1], strict=True):
+            param.copy_(value)
+    trained.optimizer.load_state_dict(saved[2])
+    trained.optimizer.zero_grad()
+    for one in (trained, expected):
+        one._generator.manual_seed(9)
+        one.losses.clear()
+    assert same(trained.train(3).result, expected.train(3).result)
+    assert trained.handle is not None
+    trained.handle.close()
 
 
 def test_a_file_that_ends_early_ends_training(offloaded: Callable[..., Trained]) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from megatron.offload import LayerMajor, offload_optimizer, offload_parameters
 from megatron.offload.integration.torch.parameter_offload import ParameterOffload
+from megatron.offload.parameters.offloaded_parameter import OffloadedParameter
 from tests.behaviour.test_gradient_offload import weights_leave_alone
 from tests.behaviour.test_layer_major_steps import LAYERS, Language, micro_batches
 from tests.support.layer_major import one_by_one
@@ -118,6 +119,65 @@ def test_a_step_with_a_closure_has_the_same_bits(
     found, losses = trained_by_closures(kind, tmp_path, **settings)
     assert losses == expected_losses
     assert same_weights(found, expected)
+
+
+class Noting(torch.optim.SGD):
+    """Notes, whenever it updates parameters, which of them are what they are without offload."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.noted: list[set[type]] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self._update()
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+            self._update()
+
+    def _update(self) -> None:
+        params = [param for group in self.param_groups for param in group["params"]]
+        self.noted.append({type(param) for param in params})
+        for param in params:
+            param.sub_(param.grad, alpha=0.1)
+
+
+@pytest.mark.parametrize("closure", ["none", "by place", "by name"])
+def test_an_optimizer_updates_memory_and_no_mapped_file(closure: str, tmp_path: Path) -> None:
+    """A write to a mapped file cannot fail: the system ends the process where the disk is full."""
+    model = Language().eval()
+    optimizer = Noting(model.parameters())
+
+    def passes() -> None:
+        model(micro_batches(0)[0]).backward()
+
+    with offload_parameters(model, tmp_path) as handle:
+        assert handle.window is not None
+        passes()
+        if closure == "by name":
+            optimizer.step(closure=passes)
+        else:
+            optimizer.step(*[passes] * (closure == "by place"))
+        assert optimizer.noted == [{torch.nn.Parameter}] * (1 if closure == "none" else 2)
+        with torch.no_grad():
+            model(micro_batches(0)[0])  # so that the first units are away
+        assert {type(param) for param in model.layers[0].parameters()} == {OffloadedParameter}
+
+
+def test_a_unit_that_leaves_while_it_is_updated_keeps_its_update(tmp_path: Path) -> None:
+    """As where a step runs layers. A change through `data` leaves no trace by itself."""
+    model, expected = Language().eval(), Language().eval()
+    with offload_parameters(model, tmp_path) as handle:
+        assert handle.window is not None
+        with handle.window.changing(list(model.layers[0].parameters())):
+            for param in model.layers[0].parameters():
+                param.data.mul_(0.5)
+            with torch.no_grad():
+                model(micro_batches(0)[0])
+        for param in expected.layers[0].parameters():
+            param.data.mul_(0.5)
+        assert same_weights(model, expected)
 
 
 def test_a_closure_that_fails_leaves_all_as_it_was(tmp_path: Path) -> None:

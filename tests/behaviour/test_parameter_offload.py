@@ -424,18 +424,27 @@ def test_what_is_changed_through_data_while_it_is_exposed_stays_so(
 
 
 class Failing(torch.optim.SGD):
-    """Ends with an error when all parameters are updated."""
+    """Ends with an error when all parameters are updated: in place, or through their data."""
 
+    def __init__(self, params: Any, *, through_data: bool) -> None:
+        super().__init__(params, lr=0.1)
+        self.through_data = through_data
+
+    @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        super().step(closure)
+        for param in self.param_groups[0]["params"]:
+            (param.data if self.through_data else param).sub_(param.grad, alpha=0.1)
         raise KeyboardInterrupt
 
 
-def test_what_an_optimizer_has_updated_before_an_error_is_not_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize("through_data", [False, True])
+def test_what_an_optimizer_has_updated_before_an_error_is_not_lost(
+    through_data: bool, tmp_path: Path
+) -> None:
     trained, expected = Language().eval(), Language().eval()
     handle = offload_parameters(trained, tmp_path)
     for model in (trained, expected):
-        optimizer = Failing(model.parameters(), lr=0.1)
+        optimizer = Failing(model.parameters(), through_data=through_data)
         model(micro_batches(0)[0]).backward()
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()

@@ -397,6 +397,8 @@ def test_what_was_swapped_out_of_a_model_has_no_bytes(
     with pytest.raises(OffloadError, match="swapped with another tensor"):
         other.sum()
     assert model.layers[2].gate.item() == 1.0
+    assert torch.equal(model.layers[2].up.weight, Net().layers[2].up.weight)  # shows the unit
+    assert model.layers[2].gate.item() == 1.0
     handle.close()
     assert model.layers[2].gate.item() == 1.0
 

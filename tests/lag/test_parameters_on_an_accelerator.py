@@ -131,7 +131,7 @@ def test_device_memory_holds_no_more_than_what_may_live(lag: LagModule, tmp_path
     wide.settle()
     lag.empty_cache()
     assert lag.memory_reserved(DEVICE) - before <= 2 * wide.layer_bytes
-    lag.set_delays(3000, 100, seed=1)
+    lag.set_delays(30_000, 100, seed=1)
     with torch.no_grad():
         for _ in range(2):
             wide.model(x)
@@ -188,13 +188,13 @@ def test_a_stream_beside_the_one_that_had_it_brought_waits_for_it_too(
     x = torch.ones(1, 512).to(DEVICE)
     lag.synchronize(DEVICE)
     assert wide.handle.window is not None
-    lag.set_delays(10, 20_000, seed=2)
+    lag.late(wide.handle.window.device._load, 0, unasked_seconds=20)
     wide.handle.window.use(0, 1)
     with lag.stream(side):
         wide.handle.window.use(0, 1)
         found = wide.model[0](x)
+    side.synchronize()  # which does not ask for the copy
     lag.synchronize(DEVICE)
-    lag.reset()
     assert torch.equal(found.cpu(), wide.model[0](x).cpu())
     wide.handle.close()
 

@@ -335,19 +335,25 @@ def test_what_was_used_and_let_go_is_not_made_ready(written: SavedStorage) -> No
     assert written.state is State.ON_TIER and not other.built
 
 
+@pytest.mark.parametrize("is_alone", [True, False])
 def test_a_view_that_was_used_meanwhile_keeps_nothing(
-    written: SavedStorage, monkeypatch: pytest.MonkeyPatch
+    is_alone: bool, written: SavedStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     view, rebuild = SavedView(written, torch.empty(4)), SavedView.rebuild
+    others = [] if is_alone else [SavedView(written, torch.empty(4))]
 
     def use_meanwhile(self: SavedView, memory: torch.UntypedStorage) -> torch.Tensor:
-        written.view_used(self)
+        if self is view:
+            written.view_used(self)
         return rebuild(self, memory)
 
     monkeypatch.setattr(SavedView, "rebuild", use_meanwhile)
     memory = read(written)
     weak = memory._weak_ref()
     del memory
+    for other in others:
+        assert other.built
+        written.view_used(other)
     assert not view.built and torch.UntypedStorage._expired(weak)
     torch.UntypedStorage._free_weak_ref(weak)
 

@@ -198,12 +198,9 @@ class ParameterWindow:
         self.copies.note_peak()
         with used:
             yield
-        for number in numbers:
+        for number in () if is_in_backward else numbers:  # there their layer may still need them
             unit = self.units[number]
-            unit.note_change()  # again: it may have been written meanwhile
-            self.copies.bring(unit, unit.adopt)  # an optimizer may have assigned other tensors
-            if not is_in_backward:  # else their layer may still need them
-                unit.set_aside()
+            self.device.room.read(unit.set_aside)  # which copies what an optimizer has assigned
 
     def number_of(self, param: torch.Tensor) -> int | None:
         """The number of the unit that a parameter, or a part of one, belongs to; None: no unit."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bucket whose tensors are in the optimizer's state between steps: `Exposed`."""
+"""A bucket whose tensors are in the optimizer's state between steps: `Exposed`, made by `shown`."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -10,9 +11,14 @@ import torch
 from megatron.offload.moving.bucket import Bucket
 from megatron.offload.moving.layout import Name
 from megatron.offload.moving.storage import Where
+from megatron.offload.sizes import format_size
 from megatron.offload.states.lazy_state import LazyStateTensor
 from megatron.offload.states.sharded import as_part_of, local_of
 from megatron.offload.states.state_placeholder import is_placeholder
+
+logger = logging.getLogger(__name__)
+
+_Attach = Callable[[Bucket, dict[Name, torch.Tensor]], None]
 
 
 class Exposed:
@@ -35,7 +41,7 @@ class Exposed:
         self,
         bucket: Bucket,
         optimizer: torch.optim.Optimizer,
-        attach: Callable[[Bucket, dict[Name, torch.Tensor]], None],
+        attach: _Attach,
     ) -> None:
         assert bucket.layout is not None
         self.bucket = bucket
@@ -69,7 +75,7 @@ class Exposed:
     def to_memory(
         self,
         optimizer: torch.optim.Optimizer,
-        attach: Callable[[Bucket, dict[Name, torch.Tensor]], None],
+        attach: _Attach,
     ) -> None:
         """Puts copies in ordinary memory in the places of tensors that are shown on a tier.
 
@@ -128,3 +134,35 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
         and (one.device, one.dtype) == (other.device, other.dtype)
         and (one.shape, one.stride()) == (other.shape, other.stride())
     )
+
+
+def shown(
+    bucket: Bucket,
+    optimizer: torch.optim.Optimizer,
+    attach: _Attach,
+    bring: Callable[[Bucket], None],
+) -> Exposed:
+    """Shows a bucket; where its tier cannot, in memory, and warns of that.
+
+    Args:
+        bucket: see `Exposed`.
+        optimizer: likewise.
+        attach: likewise.
+        bring: brings a bucket to memory.
+
+    Raises:
+        LostStateError: it could not be read.
+        OffloadError: another tensor without values is in the place of one.
+    """
+    try:
+        return Exposed(bucket, optimizer, attach)
+    except OSError as error:
+        reason = str(error)
+        bring(bucket)
+        logger.warning(
+            "optimizer states: %s cannot be shown on their drive (%s); they are in memory until "
+            "the next step",
+            format_size(bucket.num_bytes),
+            reason,
+        )
+        return Exposed(bucket, optimizer, attach)

@@ -210,6 +210,19 @@ class OptimizerPlaces:
                     return True
         return False
 
+    def are_away(self, bucket: Bucket) -> bool:
+        """Whether a tensor without bytes is in the place of a bucket's state."""
+        assert bucket.layout is not None
+        return any(
+            is_placeholder(self._optimizer.state.get(bucket.params[index], {}).get(key), slot)
+            for (index, key), slot in bucket.layout.slots.items()
+        )
+
+    def have_params(self, bucket: Bucket) -> bool:
+        """Whether a parameter itself is in a bucket."""
+        assert bucket.layout is not None
+        return any(key == PARAM for _, key in bucket.layout.slots)
+
     def _movable(self, param: torch.Tensor, state: State) -> dict[str, torch.Tensor]:
         """What moves of a parameter, by key: itself if it does, and states of its shape."""
         found = {PARAM: local_of(param)} if self._moves_param(param) else {}

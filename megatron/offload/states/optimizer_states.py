@@ -18,7 +18,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -26,14 +25,13 @@ import torch
 
 from megatron.offload.device.cuda import check_not_captured
 from megatron.offload.device.device import Device
-from megatron.offload.errors import STATES_PREFIX
+from megatron.offload.errors import STATES_PREFIX, LostStateError
 from megatron.offload.machine.allocator import return_freed_memory
 from megatron.offload.machine.own_process import OwnProcess
 from megatron.offload.moving.bucket import Bucket, divided
 from megatron.offload.moving.only_copy import OnlyCopy
 from megatron.offload.moving.storage import Where
-from megatron.offload.sizes import format_size
-from megatron.offload.states.exposed import Exposed
+from megatron.offload.states.exposed import Exposed, shown
 from megatron.offload.states.faults import interrupted_step, names_of
 from megatron.offload.states.lazy_state import LazyStateTensor
 from megatron.offload.states.optimizer_places import OptimizerPlaces
@@ -41,8 +39,6 @@ from megatron.offload.states.optimizer_slice import OptimizerSlice, State
 from megatron.offload.states.statistics import StatesMeter
 from megatron.offload.states.window import Window
 from megatron.offload.tiers.tier import Tier, close_when_dropped
-
-logger = logging.getLogger(__name__)
 
 _Context = contextlib.AbstractContextManager[None]
 _nothing = contextlib.nullcontext
@@ -267,12 +263,15 @@ class OptimizerStates:
     # -- Between steps ----------------------------------------------------------------------------
 
     @_makes_ordinary_tensors
-    def expose(self) -> None:
+    def expose(self, *, lost: list[Bucket] | None = None) -> None:
         """Puts all states in their places, without moving them: for checkpoints and scripts.
 
         What is on a drive is compared with its checksums and mapped: the system can take back the
         memory of pages that were read. A change in place is a change of the state. Lasts until the
         next step.
+
+        Args:
+            lost: gets the buckets that could not be read, whose states stay away; None: an error.
 
         Raises:
             LostStateError: states could not be read, or are not those that were written.
@@ -283,32 +282,25 @@ class OptimizerStates:
         if self._exposed:
             return
         self._process.check()
+        attach = self._places.attach
         try:
             for bucket in self.buckets:
-                if bucket.where is Where.READING:
-                    self._window.bring(bucket)
+                bucket.give_up_read()
                 if bucket.where is Where.IN_MEMORY and not self._device.is_host:
                     self._window.put_away(bucket)  # a checkpoint needs all of them on the host
             self.wait_for_writes()
             for bucket in self.buckets:
-                if bucket.layout is not None:
-                    self._exposed.append(self._expose(bucket))
+                if bucket.layout is None:
+                    continue
+                try:
+                    self._exposed.append(shown(bucket, self._optimizer, attach, self._window.bring))
+                except LostStateError:
+                    if lost is None or self._places.have_params(bucket):
+                        raise
+                    lost.append(bucket)
         except BaseException:
             self.conceal()
             raise
-
-    def _expose(self, bucket: Bucket) -> Exposed:
-        try:
-            return Exposed(bucket, self._optimizer, self._places.attach)
-        except OSError as error:
-            self._window.bring(bucket)  # raises if the states are lost
-            logger.warning(
-                "optimizer states: %s cannot be shown on their drive (%s); they are in memory "
-                "until the next step",
-                format_size(bucket.num_bytes),
-                str(error),
-            )
-            return Exposed(bucket, self._optimizer, self._places.attach)
 
     @_makes_ordinary_tensors
     def conceal(self, *, keeps: bool = True) -> None:
@@ -338,18 +330,23 @@ class OptimizerStates:
         """A context around code that loads states: shows all of them, then takes over the new ones.
 
         Args:
-            at_once: take over at the end of this context even if it is within another one.
+            at_once: take over at the end of this context even if it is within another one. The code
+                replaces all states, so one that could not be read back is no error.
             is_whole: states are loaded too, and not main weights alone. Only then may a run go on
                 after an error or an interrupt has ended its last step.
         """
         self._num_loading += 1
+        lost: list[Bucket] = []
         try:
-            self.expose()
+            self.expose(lost=lost if at_once else None)
             yield
             self._is_half_done = self._is_half_done and not is_whole
         finally:
             self._num_loading -= 1
             if at_once or not self._num_loading:
+                for bucket in lost:
+                    if not self._places.are_away(bucket):
+                        bucket.forget()
                 self.conceal()
                 self.adopt()
             if self._num_loading:

@@ -25,7 +25,8 @@ class StatesStep:
     """One step of one optimizer. Bytes of states, and seconds of the device that steps.
 
     Attributes:
-        between_s: from the end of the previous step to this one: forward, backward and the rest.
+        between_s: from the end of the previous step to this one: forward, backward and the rest,
+            also evaluation. So predictions use the median of several steps.
         prefetch_s: the part of it since the step's first reads were queued.
         step_s: the step.
         wait_s: the part of it in which it waits for reads, or for writes to make room.
@@ -119,10 +120,6 @@ class StatesMeter:
     def updated(self, num_bytes: int) -> None:
         """This many bytes of states are updated."""
         self._step.updated_bytes += num_bytes
-
-    def pause(self) -> None:
-        """What runs until the next step is no training: a checkpoint, evaluation."""
-        self._ended = None
 
     @property
     def seconds(self) -> float:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that others may read at any moment: `write_atomically`, `check_place`."""
+"""Files that others may read at any moment: `write_atomically`, `sync_files`, `check_place`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from pathlib import Path
 def write_atomically(path: Path, text: str) -> None:
     """Writes the file, in folders made for it; a reader finds all of it or none. Raises OSError.
 
-    Until it is whole it has a name that cannot be guessed, and is no file that was there before: in
-    a folder that others may write to, that could be a link to any file. What fails leaves nothing.
+    That holds after a power failure too: the disk has the text before the file has its name. Until
+    it is whole it has a name that cannot be guessed, and is no file that was there before: in a
+    folder that others may write to, that could be a link to any file. What fails leaves nothing.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}")
@@ -20,10 +21,22 @@ def write_atomically(path: Path, text: str) -> None:
     try:
         with open(number, "w", encoding="utf-8", errors="surrogateescape") as file:
             file.write(text)
+            file.flush()
+            os.fsync(number)
         unfinished.replace(path)
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
+
+
+def sync_files(folder: Path) -> None:
+    """Returns once the disk has the files of a folder, and their names. Raises OSError."""
+    for path in (*folder.iterdir(), folder):
+        number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
 
 
 def check_place(path: Path) -> None:

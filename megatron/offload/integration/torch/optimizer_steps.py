@@ -102,9 +102,6 @@ class OptimizerSteps:
         """A closure behind which the optimizer has its parameters again. Note [Closures]."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if optimizer in self._open:
-                for number in self._numbers_of(optimizer):
-                    self._window.units[number].adopt()  # what was updated before
             result = closure(*args, **kwargs)
             self._begin(optimizer)
             return result
@@ -123,10 +120,6 @@ class OptimizerSteps:
             step.close()
         for outer in list(self._open):
             self._begin(outer)
-
-    def _numbers_of(self, optimizer: torch.optim.Optimizer) -> set[int]:
-        found = (self._window.number_of(param) for param in self._params_of(optimizer))
-        return {number for number in found if number is not None}
 
     def _params_of(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         groups = optimizer.param_groups
