@@ -79,6 +79,9 @@ class SavedStorage:
     # Events of the device after which `_memory` may be used, see `Device.use_after`. None: it is
     # the memory that was saved, or on a CPU. Each read sets another object.
     ready: Sequence[Any] | None = None
+    # Of the device, the last of those that the memory that was saved is kept for, see
+    # `Reader.note_use`.
+    stream: Any = None
     recipe: Recipe | None = None  # by which the bytes are computed again, instead of read
 
     def __init__(
