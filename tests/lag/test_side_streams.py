@@ -16,11 +16,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.offload import offload_activations
+from megatron.offload import OffloadConfig, OffloadEngine, Scope, offload_activations
 from megatron.offload.activations.saved.storage_reference import StorageReference
 from megatron.offload.activations.transfer import write_batch
+from megatron.offload.device.accelerator import AcceleratorDevice
 from megatron.offload.integration.torch.offload import ActivationOffload
 from tests.support.lag.module import LagModule
+from tests.support.lag.platform import LagPlatform
 from tests.support.waiting import wait_until
 
 DEVICE = "lag"
@@ -350,3 +352,61 @@ def test_operands_that_stay_are_kept_for_the_stream_that_computes_with_them(
         return found
 
     assert_equal(run(beside=True, mode="keep", replay="on"), run(beside=False))
+
+
+def test_a_copy_of_a_weight_is_kept_for_another_stream(lag: LagModule, tmp_path: Path) -> None:
+    """Autograd would hold the copy; with offload it is made again in backward."""
+
+    def run(**settings: Any) -> torch.Tensor:
+        streams = Streams(lag)
+        script = Script(streams).cpu()
+        main, side = streams.main, streams.sides[0]
+        handle = None
+        if settings:
+            handle = streams.handle = offload_activations(script, min_bytes=4096, **settings)
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            x = x * 2
+            weight = script.second.weight.to(DEVICE)
+            streams.saved = StorageReference(weight.untyped_storage())
+            side.wait_stream(main)
+            with streams.held(side):
+                with side:
+                    one = (x @ weight).sum()
+                del weight
+                more = x.sin().sum()
+            main.wait_stream(side)
+            script.alive = [one]
+            return one + more
+
+        script.forward = forward
+        streams.holds = True
+        loss = script(noise(0))
+        loss.backward()
+        if handle is not None:
+            assert handle.statistics["recast_bytes"] > 0
+            handle.close()
+        return loss.detach().cpu()
+
+    assert torch.equal(run(mode="host"), run())
+
+
+def test_what_a_layer_saved_beside_is_kept_for_the_stream_of_its_backward(lag: LagModule) -> None:
+    """The layer is captured on the main stream, and backward comes before the writes have ended."""
+    expected = train(SavedAside, Streams(lag, beside=False))[-7:]
+    device = AcceleratorDevice(torch.device(DEVICE), LagPlatform(lag))
+    streams, x = Streams(lag), noise(STEPS - 1)
+    script = SavedAside(streams).to(DEVICE)
+    engine = OffloadEngine(OffloadConfig(mode="host", min_bytes=4096), device)
+    engine.exclude(script.parameters())
+    lag.synchronize()
+    with engine.step(), lag.held(device._store):
+        with engine.forward(Scope()) as save_order:
+            loss = script(x)
+            engine.capture(Scope(layer="0"), outputs=[loss], inputs=[x])
+        with engine.backward(save_order), lag.held(streams.sides[0]):
+            loss.backward()
+    assert engine.statistics.forwarded_bytes > 0
+    found = [x.grad, *(one.grad for one in script.parameters())]
+    assert_equal([one.cpu() for one in found if one is not None], expected)
+    engine.close()
