@@ -123,6 +123,10 @@ class AcceleratorDevice:
             stream.wait_event(event)
         _bytes_of(storage).record_stream(stream)
 
+    def used_on(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Has the allocator keep a tensor's memory, once it is freed, until the stream has run."""
+        tensor.record_stream(stream)  # the allocator ignores the stream that owns the memory
+
     def pin(self, address: int, num_bytes: int) -> None:
         """Page-locks a range of host memory for this device.
 

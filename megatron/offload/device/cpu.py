@@ -86,6 +86,9 @@ class CpuDevice:
     def use_after(self, storage: torch.UntypedStorage, events: Iterable[None]) -> None:
         """Does nothing: whatever came before has been done."""
 
+    def used_on(self, tensor: torch.Tensor, stream: None) -> None:
+        """Does nothing: a CPU has no streams."""
+
     def pin(self, address: int, num_bytes: int) -> None:
         """Does nothing: copies from host memory to host memory are none the better for it."""
 

@@ -18,6 +18,12 @@ comes when their bytes have arrived.
   for the copy when the memory is used, and the memory is not reused before that stream is done with
   it (`use_after`). That is the stream that is current in `unpack`: a layer may have parts on
   streams of their own, and backward runs each operation on the stream that it had in forward.
+- Autograd holds what it saved until backward, so a script may use it on a stream beside the one
+  that the memory belongs to, and not say so to the allocator. Offload and replay free that memory
+  sooner. So what moves is kept for each stream that saves it and that backward uses it on
+  (`used_on`, `Reader.note_use`). An operation that saves nothing of what it reads is seen by no
+  hook: where it is on a stream of its own, the script has to hold the tensor until the streams have
+  met, or to call `record_stream`.
 - The host memory at the other end of a copy is reused when the copy's event has come. A thread that
   wants a staging buffer waits for that; for whole storages a thread of the tier does.
 So the thread that trains never waits for a copy back. In backward it waits for a drive's read that
@@ -145,6 +151,15 @@ class Device(Protocol):
         Args:
             storage: whose memory may belong to another stream.
             events: after which it has its bytes.
+        """
+        ...
+
+    def used_on(self, tensor: torch.Tensor, stream: Any) -> None:
+        """A stream uses a tensor's memory: once freed, it is not reused before that has run.
+
+        Args:
+            tensor: it has its bytes already; its memory may belong to another stream.
+            stream: of `current_stream`.
         """
         ...
 

@@ -118,6 +118,7 @@ class SavedTensorHooks:
             if since is not None and storage is not None and self._casts.may_find():
                 cast = self._find_cast(tensor, storage, since)
                 if cast is not None:
+                    self._reader.note_use(tensor)
                     self._step.statistics.recast_bytes += tensor.nbytes
                     return cast
             to_write = WriteBatch(self._writer) if batch is None else batch
@@ -223,9 +224,11 @@ class SavedTensorHooks:
         if record is None:
             record = self._cache.add(storage, span, tensor, step.scope)
         view = SavedView(record, tensor)
+        self._reader.note_use(tensor, record)
         if self.recipes is not None:
             self.recipes.available.note(tensor, view, step.scope)
         if isinstance(where, Recipe):
+            where.stream = record.stream
             record.replay_by(where)
             step.statistics.replayed_bytes += record.saved_bytes
         if step.save_order is not None:
@@ -273,6 +276,8 @@ class SavedTensorHooks:
             if tensor is None:
                 packed.check_unchanged()
                 tensor = packed.rebuild(self._memory_of(packed.saved))
+                if packed.saved.ready is None:
+                    self._reader.note_use(tensor, packed.saved)
             elif packed.ready is not None:
                 self._reader.use_built(packed, tensor)
         self._reader.end_use(packed)

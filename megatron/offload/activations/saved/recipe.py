@@ -101,15 +101,17 @@ class Recipe:
         operands: what autograd holds of each operand: a view of a record, or a tensor that stays.
         bases: the records whose bytes have to be in memory, those behind replayed operands too.
         depth: 1, or more where operands are replayed in turn.
+        stream: of the device, on which copies of parameters among the operands were made.
     """
 
-    __slots__ = ("bases", "depth", "operands", "program")
+    __slots__ = ("bases", "depth", "operands", "program", "stream")
 
     def __init__(self, program: Program, operands: list[Any], bases: list[Any], depth: int) -> None:
         self.program = program
         self.operands = operands
         self.bases = bases
         self.depth = depth
+        self.stream: Any = None
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:

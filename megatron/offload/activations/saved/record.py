@@ -80,6 +80,9 @@ class SavedStorage:
     # the memory that was saved, or on a CPU. Each read sets another object.
     ready: Sequence[Any] | None = None
     _pending: Pending | None = None  # of the transfer under way; `__del__` runs in any case
+    # Of the device, the last of those that the memory that was saved is kept for, see
+    # `Reader.note_use`.
+    stream: Any = None
     recipe: Recipe | None = None  # by which the bytes are computed again, instead of read
 
     def __init__(

@@ -138,6 +138,25 @@ class Reader:
 
     # -- In the thread that computes ------------------------------------------------------------
 
+    def note_use(self, tensor: torch.Tensor, record: SavedStorage | None = None) -> None:
+        """The calling thread's stream uses a tensor in the memory in which it was saved.
+
+        Autograd would hold that memory until backward, so a script may use it on several streams
+        and not tell the allocator.
+
+        Args:
+            tensor: that is saved, or that backward gets.
+            record: of its bytes; None: it has none.
+        """
+        if self._device.is_host:
+            return
+        stream = self._device.current_stream()
+        is_known = record is not None and record.ready is None and record.stream == stream
+        if not is_known:
+            self._device.used_on(tensor, stream)
+        if record is not None:
+            record.stream = stream
+
     def wait_for_read(self, record: SavedStorage, *, for_good: bool = True) -> torch.UntypedStorage:
         """The record's bytes in memory: still there (forwarded), read ahead, or read now.
 
@@ -182,12 +201,26 @@ class Reader:
         self, record: SavedStorage, recipe: Recipe, operands: list[torch.Tensor | None]
     ) -> torch.UntypedStorage:
         """Computes the bytes of a record again, on the stream of the calling thread."""
+        if not self._device.is_host:
+            self._use_operands(recipe, operands)
         computed = self._device.room.read(lambda: recipe.program.run(list(operands)))
         memory = record.replayed(computed.untyped_storage())
         self._step.statistics.num_replays += 1
         if record.state is State.RESTORED and not self._device.is_host:
             record.ready = (self._device.record_event(),)  # other uses may be on other streams
         return memory
+
+    def _use_operands(self, recipe: Recipe, operands: Sequence[torch.Tensor | None]) -> None:
+        """The calling thread's stream computes what others may have saved the operands of."""
+        stream = self._device.current_stream()
+        events = () if stream == recipe.stream else (self._device.record_event(recipe.stream),)
+        for one in operands:
+            if one is None or one.device != self._device.device:
+                continue  # numbers may be on the CPU, and shapes alone on none
+            if events:
+                self._device.use_after(one.untyped_storage(), events)
+            else:
+                self._device.used_on(one, stream)
 
     def _read(self, record: SavedStorage) -> tuple[torch.UntypedStorage, Sequence[Any] | None]:
         """A record's bytes in memory once they have arrived, and the events to wait for."""
