@@ -197,7 +197,7 @@ class SavedTensorHooks:
         if span is not None:
             num_bytes = span.num_bytes
         elif self.recipes is not None and batch is not None:
-            save = functools.partial(self.save, batch=batch)
+            save = functools.partial(self.save, batch=batch, instead_of_bytes=num_bytes)
             recipe = self.recipes.find(tensor, storage, self._step.scope, save)
             if recipe is not None:
                 return storage, None, None, recipe
@@ -240,12 +240,17 @@ class SavedTensorHooks:
         batch.append(self._writer.write(record, where), storage.nbytes())
         return view
 
-    def save(self, tensor: torch.Tensor, batch: WriteBatch) -> Held:
-        """Saves a tensor that is not autograd's, of which a saved one is computed again."""
-        move = self.find_move(tensor, tensor.untyped_storage())
-        if move is None:
-            return ResidentTensor(tensor, self._step.scope)
-        return self.take(tensor, move, batch)
+    def save(self, tensor: torch.Tensor, batch: WriteBatch, instead_of_bytes: int) -> Held:
+        """Saves a tensor that is not autograd's, of which a saved one is computed again.
+
+        It goes where the saved one would go, of so many bytes, also where it is small itself.
+        """
+        scope = self._step.scope
+        tier = self._tiers.get(self._policy.place(scope, instead_of_bytes))
+        if tier is None:
+            self._step.statistics.kept_bytes += tensor.nbytes
+            return ResidentTensor(tensor, scope)
+        return self.take(tensor, (tensor.untyped_storage(), None, None, tier), batch)
 
     # -- Back -------------------------------------------------------------------------------------
 
