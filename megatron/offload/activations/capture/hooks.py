@@ -23,6 +23,7 @@ from megatron.offload.activations.saved.recipes import RecipeFinder
 from megatron.offload.activations.saved.record import SavedStorage, Span
 from megatron.offload.activations.saved.resident import ResidentTensor
 from megatron.offload.activations.saved.tensor_kind import kind_of
+from megatron.offload.activations.saved.unreplayed import Unreplayed
 from megatron.offload.activations.saved.view import SavedView
 from megatron.offload.activations.saved.weight_casts import WeightCast, WeightCasts
 from megatron.offload.activations.step_context import StepContext
@@ -95,6 +96,7 @@ class SavedTensorHooks:
         self.recipes: RecipeFinder | None = None
         if replays:
             self.recipes = RecipeFinder(cache.device, self.unpack, eps_of, self._fetch)
+        self._unreplayed = Unreplayed()
         # Held while one record is read back: its states and the read-ahead expect one read at a
         # time, and several threads may run backward through one graph. The holder may wait for a
         # read; that read never depends on a thread that waits for this lock. Taken before a
@@ -201,6 +203,9 @@ class SavedTensorHooks:
             recipe = self.recipes.find(tensor, storage, self._step.scope, save)
             if recipe is not None:
                 return storage, None, None, recipe
+        if self.recipes is not None and batch is not None:
+            counted, key = self._step.statistics, (storage._cdata, span)
+            self._unreplayed.count(counted, tensor, key, num_bytes, self._step.scope)
         tier = self._tiers.get(self._policy.place(self._step.scope, num_bytes))
         if tier is None:
             if num_bytes < self._min_bytes:
