@@ -152,6 +152,25 @@ def test_its_memory_is_given_up_and_it_comes_back_bit_for_bit(make_engine, mode)
         assert engine.statistics.kept_bytes == (bits_bytes(NUM) if mode == "keep" else 0)
 
 
+@pytest.mark.parametrize("mode", ["ssd", "keep"])
+def test_a_plan_and_a_memory_report_hear_of_the_bits(make_engine, mode):
+    heard: list[tuple[str, int]] = []
+
+    class Listens:
+        def moves(self, scope: Scope, num_bytes: int) -> None:
+            heard.append(("moves", num_bytes))
+
+        def stayed(self, scope: Scope, storage: torch.UntypedStorage) -> None:
+            heard.append(("stayed", storage.nbytes()))
+
+    engine = make_engine(mode=mode)
+    engine.observe(Listens())
+    with engine.step():
+        packed = engine.hooks.pack(new_noise())
+    assert heard == [("moves" if mode == "ssd" else "stayed", bits_bytes(NUM))]
+    del packed
+
+
 def test_a_view_of_it_has_its_strides(engine):
     noise = new_noise(60, 70).t()
     expected = noise.clone()

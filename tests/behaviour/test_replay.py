@@ -535,6 +535,14 @@ def test_inputs_and_operations_of_users_have_names_too(engine):
     assert made == {"no operation with a gradient": size, "Mul": 2 * size + 2 * size}
 
 
+def test_a_leaf_is_not_made_by_an_operation(engine):
+    x = leaf()
+    with engine.step(), forward_pass(engine), engine.saved_tensors_hooks():
+        result = x.t().square()
+    assert engine.statistics.unreplayed_by_operation == {"no operation with a gradient": x.nbytes}
+    result.sum().backward()
+
+
 def test_without_replay_nothing_of_it_is_counted(make_engine):
     engine = make_engine(replay="off")
     train(engine, "nodes", between(F.silu), weights)

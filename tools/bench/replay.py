@@ -9,8 +9,9 @@ Each way of training is a process of its own, and they take turns, a step each. 
 the bytes that go to the tier in a step, on over off, with everything on the SSD. `step_time_ratio`
 is the median of on over off in the same turn. With `keep` nothing moves: `peak_ratio` and
 `keep_time_ratio` are those of a step with replay over one without offload. `identical`: losses,
-gradients and weights of all ways have the same bits. `unreplayed_bytes` are those of a step that are
-not computed again, by the operation that made them: `tools/write_replay.py` makes a table of them.
+gradients and weights of all ways have the same bits. `unreplayed_bytes` are those of a step that
+are not computed again, by the operation that made them: `tools/write_replay.py` makes a table of
+them.
 
 Exit code: 0 all identical, 1 not, 2 it could not be measured.
 """
@@ -153,7 +154,8 @@ def table_of_the_rest(result: dict[str, Any], most: int = 4) -> list[tuple[str, 
         total = one["replayed_bytes"] + sum(rest.values())
         largest = sorted(rest.items(), key=lambda pair: (-pair[1], pair[0]))
         words = [f"{maker} {100 * size / total:.0f} %" for maker, size in largest[:most]]
-        if others := sum(size for _, size in largest[most:]):
+        others = sum(size for _, size in largest[most:])
+        if 200 * others >= total:  # else it is 0 %
             words.append(f"others {100 * others / total:.0f} %")
         rows.append((name, f"{100 * one['replayed_bytes'] / total:.0f} %", ", ".join(words)))
     return rows

@@ -47,6 +47,12 @@ class StepStatistics:
     # `unreplayed_bytes` by the operation that made the storages.
     unreplayed_by_operation: dict[str, int] = dataclasses.field(default_factory=dict)
 
+    def add_unreplayed(self, operation: str, num_bytes: int) -> None:
+        """Counts a storage that is not computed again, by the operation that made it."""
+        self.unreplayed_bytes += num_bytes
+        made_bytes = self.unreplayed_by_operation.get(operation, 0)
+        self.unreplayed_by_operation[operation] = made_bytes + num_bytes
+
     def as_dict(self) -> dict[str, int | float]:
         """The counters by name, as plain numbers for `metrics.jsonl`."""
         counters = dataclasses.asdict(self)

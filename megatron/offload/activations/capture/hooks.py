@@ -204,8 +204,9 @@ class SavedTensorHooks:
             if recipe is not None:
                 return storage, None, None, recipe
         if self.recipes is not None and batch is not None:
-            counted, key = self._step.statistics, (storage._cdata, span)
-            self._unreplayed.count(counted, tensor, key, num_bytes, self._step.scope)
+            name = self._unreplayed.name(tensor, (storage._cdata, span), self._step.scope)
+            if name is not None:
+                self._step.statistics.add_unreplayed(name, num_bytes)
         tier = self._tiers.get(self._policy.place(self._step.scope, num_bytes))
         if tier is None:
             if num_bytes < self._min_bytes:
@@ -254,6 +255,8 @@ class SavedTensorHooks:
         tier = self._tiers.get(self._policy.place(scope, instead_of_bytes))
         if tier is None:
             self._step.statistics.kept_bytes += tensor.nbytes
+            if self._step.observer is not None:
+                self._step.observer.stayed(scope, tensor.untyped_storage())
             return ResidentTensor(tensor, scope)
         return self.take(tensor, (tensor.untyped_storage(), None, None, tier), batch)
 

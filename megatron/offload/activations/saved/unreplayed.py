@@ -12,7 +12,6 @@ import torch
 
 from megatron.offload.activations.saved.autograd_graph import node_of
 from megatron.offload.activations.saved.scope import Scope
-from megatron.offload.stats.statistics import StepStatistics
 
 NO_OPERATION = "no operation with a gradient"  # an input, a mask, noise, a table
 
@@ -29,37 +28,27 @@ _is_view: dict[type, bool] = {}
 
 
 class Unreplayed:
-    """Counts storages once each, also where they stay and so have no record."""
+    """Names storages once each, also where they stay and so have no record."""
 
     def __init__(self) -> None:
         self._scope: Scope | None = None
-        self._counted: set[tuple[int, Any]] = set()  # in this layer, in which they are alive
+        self._named: set[tuple[int, Any]] = set()  # in this layer, in which they are alive
 
-    def count(
-        self,
-        counted: StepStatistics,
-        tensor: torch.Tensor,
-        key: tuple[int, Any],
-        num_bytes: int,
-        scope: Scope,
-    ) -> None:
-        """Adds a storage, unless this layer has saved it before.
+    def name(self, tensor: torch.Tensor, key: tuple[int, Any], scope: Scope) -> str | None:
+        """The operation that made a storage; None: this layer has saved it before.
 
         Args:
-            counted: of the step.
             tensor: that is saved.
             key: of its storage, and which part of it.
-            num_bytes: of that.
             scope: that saves it.
         """
         if scope is not self._scope:
-            self._counted.clear()
+            self._named.clear()
             self._scope = scope
-        if key not in self._counted:
-            self._counted.add(key)
-            by_operation, name = counted.unreplayed_by_operation, maker_of(tensor)
-            by_operation[name] = by_operation.get(name, 0) + num_bytes
-            counted.unreplayed_bytes += num_bytes
+        if key in self._named:
+            return None
+        self._named.add(key)
+        return maker_of(tensor)
 
 
 def maker_of(tensor: torch.Tensor) -> str:
