@@ -316,7 +316,7 @@ def test_random_numbers_are_not_drawn_again(make_engine, way):
     assert all(
         map(torch.equal, train(engine, way, layer, weights), train(None, way, layer, weights))
     )
-    assert engine.statistics.replayed_bytes == SHAPE[0] * 64 * 4  # silu times the noise
+    assert engine.statistics.replayed_bytes == 2 * SHAPE[0] * 64 * 4  # the noise, silu times it
 
 
 def saved_by(engine: OffloadEngine, make: Callable[[], Tensor]) -> tuple[Tensor, list[SavedView]]:
@@ -504,3 +504,47 @@ def test_what_stays_in_memory_is_computed_again_too(make_engine):
     )
     counted = engine.statistics
     assert counted.replayed_bytes == SHAPE[0] * 64 * 4 and not counted.offloaded_bytes
+
+
+@pytest.mark.parametrize("mode", ["ssd", "keep"])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_not_computed_again_is_counted_once_by_what_made_it(make_engine, way, mode):
+    def layer(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        h = (x * 1 @ first).view(8, 2, 32).transpose(0, 1)
+        return (torch.sin(h) * torch.cos(h)).sum((0, 2)) + second.sum() * torch.softmax(h, 0).sum()
+
+    engine = make_engine(mode=mode)
+    train(engine, way, layer, weights)
+    counted = engine.statistics
+    made = counted.unreplayed_by_operation
+    size = SHAPE[0] * 64 * 4
+    assert made["Mm"] == size and made["Softmax"] == size  # `h` is saved by two operations
+    assert made["Mul"] == SHAPE[0] * SHAPE[1] * 4
+    assert counted.unreplayed_bytes == sum(made.values())
+    assert counted.replayed_bytes == 2 * size
+    assert not any("View" in name or "Transpose" in name for name in made)
+
+
+def test_inputs_and_operations_of_users_have_names_too(engine):
+    x, mask = leaf(), torch.randn(SHAPE)
+    with engine.step(), forward_pass(engine), engine.saved_tensors_hooks():
+        for _ in range(2):
+            (Scaled.apply(x * 1) * mask).square().sum().backward()
+    made = engine.statistics.unreplayed_by_operation
+    size = mask.nbytes
+    assert made == {"no operation with a gradient": size, "Mul": 2 * size + 2 * size}
+
+
+def test_a_leaf_is_not_made_by_an_operation(engine):
+    x = leaf()
+    with engine.step(), forward_pass(engine), engine.saved_tensors_hooks():
+        result = x.t().square()
+    assert engine.statistics.unreplayed_by_operation == {"no operation with a gradient": x.nbytes}
+    result.sum().backward()
+
+
+def test_without_replay_nothing_of_it_is_counted(make_engine):
+    engine = make_engine(replay="off")
+    train(engine, "nodes", between(F.silu), weights)
+    assert engine.statistics.unreplayed_bytes == 0
+    assert not engine.statistics.unreplayed_by_operation

@@ -52,8 +52,8 @@ def mixtral() -> Any:
 MODELS: dict[str, tuple[Callable[[], Any], float, float]] = {
     "llama": (llama, 0.62, 0.6),
     "qwen3": (qwen3, 0.6, 0.55),
-    "gpt2": (gpt2, 0.52, 0.56),
-    "bert": (bert, 0.66, 0.72),
+    "gpt2": (gpt2, 0.42, 0.45),
+    "bert": (bert, 0.56, 0.62),
     "mixtral": (mixtral, 0.75, 0.75),
 }
 

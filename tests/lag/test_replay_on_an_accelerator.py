@@ -77,3 +77,17 @@ def test_the_bits_are_the_same_however_late_the_device_is(
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
     assert counted["replayed_bytes"] > 0 and counted["num_replays"] > 0
     assert counted["offloaded_bytes"] < without["offloaded_bytes"]
+
+
+class DropPath(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.empty_like(x).bernoulli_(0.5).div_(0.5)
+
+
+def test_values_of_noise_are_not_looked_at_which_would_wait_for_the_device(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(HIDDEN, HIDDEN), DropPath()).to(DEVICE)
+    handle = offload_activations(model, tmp_path, min_bytes=4096, mode="ssd", replay="on")
+    model(noise(0)).square().mean().backward()
+    assert handle.statistics["replayed_bytes"] == 0
+    assert handle.statistics["offloaded_bytes"] >= TOKENS * HIDDEN * 4
+    handle.close()

@@ -31,6 +31,8 @@ from write_flags import PAGE as FLAGS_PAGE
 from write_flags import flags_page
 from write_refusals import PAGE as REFUSALS_PAGE
 from write_refusals import refusals_page
+from write_replay import PAGE as REPLAY_PAGE
+from write_replay import replay_page
 
 from megatron.offload import cli
 from megatron.offload.config import OffloadConfig
@@ -119,6 +121,8 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     (r"tools/write_flags\.py", "tests/unit/test_docs.py::test_the_flags_page_is_up_to_date"),
     (r"tools/write_refusals\.py",
      "tests/unit/test_docs.py::test_the_page_of_refusals_is_up_to_date"),
+    (r"tools/write_replay\.py",
+     "tests/unit/test_docs.py::test_the_tables_of_replay_are_up_to_date"),
     (r"tools/check/auto_on_device\.py", "needs: 45 minutes"),
     (r"tools/check/states_in_a_cgroup\.py",
      "tests/behaviour/test_states_in_a_cgroup.py::test_killed_in_memory_trained_on_the_ssd"),
@@ -437,6 +441,10 @@ def test_the_flags_page_is_up_to_date() -> None:
 
 def test_the_page_of_refusals_is_up_to_date() -> None:
     assert REFUSALS_PAGE.read_text() == refusals_page(), "run tools/write_refusals.py"
+
+
+def test_the_tables_of_replay_are_up_to_date() -> None:
+    assert REPLAY_PAGE.read_text() == replay_page(), "run tools/write_replay.py"
 
 
 def test_the_readme_is_short() -> None:

@@ -46,6 +46,25 @@ def test_what_replay_spared_is_mentioned_where_there_was_any():
         assert words in history.summary("/ssd")
 
 
+def test_what_is_not_computed_again_is_named_by_what_made_it():
+    history = StepHistory(Endurance(None))
+    history.add(StepStatistics(unreplayed_bytes=1 << 20, unreplayed_by_operation={"Add": 1 << 20}))
+    assert "computed again" not in history.summary("/ssd")  # without replay
+    made = {"Add": 1 << 20, "Addmm": 4 << 20, "Bmm": 2 << 20, "Div": 3 << 20, "Exp": 0}
+    for _ in range(2):
+        history.add(
+            StepStatistics(
+                replayed_bytes=5 << 20,
+                unreplayed_bytes=10 << 20,
+                unreplayed_by_operation=made,
+            )
+        )
+    wanted = "5 MiB of 15 MiB computed again; most of the rest: 4 MiB of Addmm, 3 MiB of Div, 2 MiB"
+    assert wanted in history.summary("/ssd")
+    assert "unreplayed_by_operation" not in history.last()  # loggers take numbers only
+    assert history.last()["unreplayed_bytes"] == 10 << 20
+
+
 def test_what_stayed_because_of_its_memory_is_mentioned_where_there_was_any():
     for stayed, is_mentioned in ((0, False), (3 << 20, True)):
         history = StepHistory(Endurance(None))

@@ -131,6 +131,17 @@ def test_a_peak_between_passes_and_an_allocators_reserve_are_said(
     )
 
 
+def test_what_replay_computes_again_is_said_where_there_is_any(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = {"Addmm": 2 * MIB, "Bmm": 3 * MIB}
+    report(tmp_path, step(replayed_bytes=4 * MIB, unreplayed=made))
+    wanted = "4 MiB of 9 MiB computed again; most of the rest: 3 MiB of Bmm, 2 MiB of Addmm."
+    assert wanted in capsys.readouterr().out
+    report(tmp_path, step(unreplayed=made))
+    assert "computed again" not in capsys.readouterr().out
+
+
 def test_a_step_is_drawn_stacked_in_the_order_of_the_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,9 @@ Each way of training is a process of its own, and they take turns, a step each. 
 the bytes that go to the tier in a step, on over off, with everything on the SSD. `step_time_ratio`
 is the median of on over off in the same turn. With `keep` nothing moves: `peak_ratio` and
 `keep_time_ratio` are those of a step with replay over one without offload. `identical`: losses,
-gradients and weights of all ways have the same bits.
+gradients and weights of all ways have the same bits. `unreplayed_bytes` are those of a step that
+are not computed again, by the operation that made them: `tools/write_replay.py` makes a table of
+them.
 
 Exit code: 0 all identical, 1 not, 2 it could not be measured.
 """
@@ -111,6 +113,7 @@ def figures(runs: dict[str, Run]) -> dict[str, Any]:
         "bytes_ratio": moved[0] / moved[1],
         "offloaded_bytes": moved[1],
         "replayed_bytes": ssd.offload_median("replayed_bytes", _SETTLED),
+        "unreplayed_bytes": ssd.steps[-1]["unreplayed"],
         "step_time_ratio": paired_ratio([ssd], [without], _SETTLED),
         "ssd_peak_ratio": ssd.peak_bytes(_SETTLED) / without.peak_bytes(_SETTLED),
         "peak_ratio": keep.peak_bytes(_SETTLED) / none.peak_bytes(_SETTLED),
@@ -133,6 +136,32 @@ def table(result: dict[str, Any]) -> str:
     ]
     header = ("model", "bits", "moved", "step, ssd", "peak, ssd", "peak, keep", "step, keep")
     return tabulate(rows, headers=header, disable_numparse=True)
+
+
+def table_of_the_rest(result: dict[str, Any], most: int = 4) -> list[tuple[str, ...]]:
+    """A row for each model: what is not computed again, by the operations that made most of it.
+
+    Args:
+        result: by model, as `figures` returns it.
+        most: operations with a name; the others are summed up.
+
+    Returns:
+        The model, the share that is computed again, and the rest in words.
+    """
+    rows = []
+    for name, one in result.items():
+        rest = one["unreplayed_bytes"]
+        total = one["replayed_bytes"] + sum(rest.values())
+        largest = sorted(rest.items(), key=lambda pair: (-pair[1], pair[0]))
+        words = [f"{maker} {100 * size / total:.0f} %" for maker, size in largest[:most]]
+        others = sum(size for _, size in largest[most:])
+        if 200 * others >= total:  # else it is 0 %
+            words.append(f"others {100 * others / total:.0f} %")
+        rows.append((name, f"{100 * one['replayed_bytes'] / total:.0f} %", ", ".join(words)))
+    return rows
+
+
+REST_HEADER = ("model", "computed again", "saved, by what made it")
 
 
 def main() -> int:
@@ -175,6 +204,8 @@ def main() -> int:
         print(f"replay: error: {error}", file=sys.stderr)
         return 2
     print(table(result["models"]))
+    print("\nof the bytes that autograd saves in a step:")
+    print(tabulate(table_of_the_rest(result["models"]), headers=REST_HEADER, disable_numparse=True))
     return 0 if all(one["identical"] for one in result["models"].values()) else 1
 
 

@@ -209,6 +209,7 @@ def train(args: argparse.Namespace) -> None:
             }
             if handle is not None and handle.statistics:
                 line["offload"] = handle.statistics
+                line["unreplayed"] = handle.engine.statistics.unreplayed_by_operation
             metrics.write(json.dumps(line) + "\n")
             metrics.flush()
 

@@ -94,6 +94,8 @@ class MemoryReport:
             moments=tuple(sampler.moments),
             plan=self._plan,
             profile=self._profile,
+            replayed_bytes=self._step.statistics.replayed_bytes,
+            unreplayed=self._step.statistics.unreplayed_by_operation,
         )
         try:
             with self.path.open("a") as file:

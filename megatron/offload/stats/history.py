@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import statistics
+from collections.abc import Mapping
 
 from megatron.offload.sizes import format_size
 from megatron.offload.stats.endurance import Endurance
@@ -27,6 +28,21 @@ LEFT_ALONE = {
 }
 
 _REMEMBERED_STEPS = 1000
+_NAMED_OPERATIONS = 3  # in a line of the summary
+
+
+def replay_line(replayed_bytes: float, unreplayed: Mapping[str, int]) -> str:
+    """How much a step computes again of what autograd saves, and what most of the rest is.
+
+    Args:
+        replayed_bytes: a step.
+        unreplayed: see `StepStatistics.unreplayed_by_operation`.
+    """
+    all_bytes = replayed_bytes + sum(unreplayed.values())
+    text = f"{format_size(replayed_bytes)} of {format_size(all_bytes)} computed again"
+    largest = sorted(unreplayed.items(), key=lambda one: -one[1])[:_NAMED_OPERATIONS]
+    named = ", ".join(f"{format_size(num_bytes)} of {name}" for name, num_bytes in largest)
+    return f"{text}; most of the rest: {named}" if named else text
 
 
 class StepHistory:
@@ -64,6 +80,9 @@ class StepHistory:
         if self._median("recast_bytes"):
             spared += f", {size('recast_bytes')} of weights' casts are made again"
         rows = [("offloaded", f"{size('offloaded_bytes')} ({spared})")]
+        if self._median("replayed_bytes"):
+            makers = self._steps[-1].unreplayed_by_operation
+            rows.append(("replay", replay_line(self._median("replayed_bytes"), makers)))
         if self._median("host_written_bytes"):
             rows += [
                 ("to host", f"{size('host_written_bytes')}, back {size('host_read_bytes')}"),

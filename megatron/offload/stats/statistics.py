@@ -25,6 +25,7 @@ class StepStatistics:
     recast_bytes: int = 0  # copies of weights in another type: made again, not moved
     replayed_bytes: int = 0  # saved in storages that are computed again from others: not moved
     num_replays: int = 0  # how often one was
+    unreplayed_bytes: int = 0  # with replay: saved in the other storages, wherever these go
     foreign_bytes: int = 0  # saved in memory that is no block of torch's allocator: it stays
     rejected_bytes: int = 0  # wanted by the policy, but the tiers were full or failed
     recomputed_layers: int = 0  # whose activations were dropped, over all micro-batches
@@ -43,7 +44,17 @@ class StepStatistics:
     reserved_bytes: int = 0  # by the device's allocator, at the step's end; 0: it does not say
     fragmented_bytes: int = 0  # of those, what the step never used at once: more than its peak
     long_lived_bytes: int = 0  # found in this step to outlive it: excluded from now on
+    # `unreplayed_bytes` by the operation that made the storages.
+    unreplayed_by_operation: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def add_unreplayed(self, operation: str, num_bytes: int) -> None:
+        """Counts a storage that is not computed again, by the operation that made it."""
+        self.unreplayed_bytes += num_bytes
+        made_bytes = self.unreplayed_by_operation.get(operation, 0)
+        self.unreplayed_by_operation[operation] = made_bytes + num_bytes
 
     def as_dict(self) -> dict[str, int | float]:
         """The counters by name, as plain numbers for `metrics.jsonl`."""
-        return dataclasses.asdict(self)
+        counters = dataclasses.asdict(self)
+        del counters["unreplayed_by_operation"]
+        return counters

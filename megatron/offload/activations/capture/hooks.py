@@ -23,6 +23,7 @@ from megatron.offload.activations.saved.recipes import RecipeFinder
 from megatron.offload.activations.saved.record import SavedStorage, Span
 from megatron.offload.activations.saved.resident import ResidentTensor
 from megatron.offload.activations.saved.tensor_kind import kind_of
+from megatron.offload.activations.saved.unreplayed import Unreplayed
 from megatron.offload.activations.saved.view import SavedView
 from megatron.offload.activations.saved.weight_casts import WeightCast, WeightCasts
 from megatron.offload.activations.step_context import StepContext
@@ -95,6 +96,7 @@ class SavedTensorHooks:
         self.recipes: RecipeFinder | None = None
         if replays:
             self.recipes = RecipeFinder(cache.device, self.unpack, eps_of, self._fetch)
+        self._unreplayed = Unreplayed()
         # Held while one record is read back: its states and the read-ahead expect one read at a
         # time, and several threads may run backward through one graph. The holder may wait for a
         # read; that read never depends on a thread that waits for this lock. Taken before a
@@ -198,10 +200,14 @@ class SavedTensorHooks:
         if span is not None:
             num_bytes = span.num_bytes
         elif self.recipes is not None and batch is not None:
-            save = functools.partial(self.save, batch=batch)
+            save = functools.partial(self.save, batch=batch, instead_of_bytes=num_bytes)
             recipe = self.recipes.find(tensor, storage, self._step.scope, save)
             if recipe is not None:
                 return storage, None, None, recipe
+        if self.recipes is not None and batch is not None:
+            name = self._unreplayed.name(tensor, (storage._cdata, span), self._step.scope)
+            if name is not None:
+                self._step.statistics.add_unreplayed(name, num_bytes)
         tier = self._tiers.get(self._policy.place(self._step.scope, num_bytes))
         if tier is None:
             if num_bytes < self._min_bytes:
@@ -243,12 +249,19 @@ class SavedTensorHooks:
         batch.append(self._writer.write(record, where), storage.nbytes())
         return view
 
-    def save(self, tensor: torch.Tensor, batch: WriteBatch) -> Held:
-        """Saves a tensor that is not autograd's, of which a saved one is computed again."""
-        move = self.find_move(tensor, tensor.untyped_storage())
-        if move is None:
-            return ResidentTensor(tensor, self._step.scope)
-        return self.take(tensor, move, batch)
+    def save(self, tensor: torch.Tensor, batch: WriteBatch, instead_of_bytes: int) -> Held:
+        """Saves a tensor that is not autograd's, of which a saved one is computed again.
+
+        It goes where the saved one would go, of so many bytes, also where it is small itself.
+        """
+        scope = self._step.scope
+        tier = self._tiers.get(self._policy.place(scope, instead_of_bytes))
+        if tier is None:
+            self._step.statistics.kept_bytes += tensor.nbytes
+            if self._step.observer is not None:
+                self._step.observer.stayed(scope, tensor.untyped_storage())
+            return ResidentTensor(tensor, scope)
+        return self.take(tensor, (tensor.untyped_storage(), None, None, tier), batch)
 
     # -- Back -------------------------------------------------------------------------------------
 

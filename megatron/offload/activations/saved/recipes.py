@@ -36,6 +36,7 @@ from typing import Any
 import torch
 
 from megatron.offload.activations.saved.autograd_graph import node_of
+from megatron.offload.activations.saved.noise import may_be_noise, pack_noise, unpack_noise
 from megatron.offload.activations.saved.recipe import Layout, Program, Recipe, Step, bits_of
 from megatron.offload.activations.saved.recipe_search import (
     AvailableTensors,
@@ -106,11 +107,13 @@ class RecipeFinder:
             tensor: that autograd saves; its operation has ended.
             storage: its storage, which can move.
             scope: that saves it.
-            save: saves a tensor that autograd does not: half the bytes of the target.
+            save: saves a tensor that autograd does not: at most half the bytes of the target.
         """
         base = tensor._base
         target = tensor if base is None else base
         node = node_of(target)
+        if node is None and may_be_noise(target):
+            return self._of_bits(target, storage, save)
         if node is None or (operation_of(node) is None and function_of(node) is None):
             return None
         if target._version or target.storage_offset() or target.nbytes != storage.nbytes():
@@ -145,6 +148,26 @@ class RecipeFinder:
             if not is_right:
                 return None
         return _recipe(checked.program, search)
+
+    def _of_bits(
+        self,
+        target: torch.Tensor,
+        storage: torch.UntypedStorage,
+        save: Callable[[torch.Tensor], Held],
+    ) -> Recipe | None:
+        """See Note [Noise as bits]; on an accelerator, to look at values would wait for it."""
+        if self._device.type != "cpu" or target.nbytes != storage.nbytes():
+            return None
+        packed = pack_noise(target)
+        if packed is None:
+            return None
+        bits, constant = packed
+        num_values = target.numel()
+        step = Step(unpack_noise, (~0,), (num_values, target.dtype, constant))
+        program = Program((step,), Layout((num_values,), (1,), target.dtype))
+        held = save(bits)
+        bases = [held.saved] if isinstance(held, SavedView) else []
+        return Recipe(program, [held], bases, 1)
 
     def _with_scalar(
         self, steps: tuple[Step, ...], layout: Layout, search: RecipeSearch, target: torch.Tensor

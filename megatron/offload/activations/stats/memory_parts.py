@@ -75,6 +75,8 @@ class StepMemory:
         peak: the largest sample.
         moments: all samples, in order.
         plan, profile: that the step followed, as JSON; empty without `auto`.
+        replayed_bytes: saved in storages that are computed again; 0 without replay.
+        unreplayed: of the other storages, by the operation that made them.
     """
 
     rank: int
@@ -86,6 +88,8 @@ class StepMemory:
     plan: str = ""
     profile: str = ""
     reserved_bytes: int | None = None
+    replayed_bytes: int = 0
+    unreplayed: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def peak_parts(self) -> dict[str, int]:

@@ -16,6 +16,7 @@ from megatron.offload.activations.stats.memory_parts import (
     layer_and_part,
 )
 from megatron.offload.sizes import format_size
+from megatron.offload.stats.history import replay_line
 
 _MOST_LAYERS = 5
 
@@ -39,6 +40,9 @@ def as_text(steps: Sequence[StepMemory], shown: StepMemory, predicted: Predicted
         paragraphs.append(
             f"Beside these the allocator held {held} for reuse{reserved}, fragments among them."
         )
+    if shown.replayed_bytes:
+        line = replay_line(shown.replayed_bytes, shown.unreplayed)
+        paragraphs.append(f"Of what autograd saves in the step: {line}.")
     return "\n\n".join(paragraphs)
 
 
