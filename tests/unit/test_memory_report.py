@@ -316,6 +316,19 @@ def test_a_step_is_the_same_whether_it_is_sampled(
         assert torch.equal(one, other)
 
 
+def test_what_replay_computes_again_is_written(
+    make_engine: Callable[..., OffloadEngine], tmp_path: Path
+) -> None:
+    engine = make_engine(memory_report_file=tmp_path / "m.jsonl", replay="on")
+    for _ in range(3):
+        with engine.step(), engine.saved_tensors_hooks():
+            x, weight = leaf(1000), leaf(1000)
+            (torch.sin(x * weight) * weight).sum().backward()
+    (step,) = load_steps(tmp_path / "m.jsonl")
+    assert step.replayed_bytes == engine.statistics.replayed_bytes > 0
+    assert step.unreplayed == engine.statistics.unreplayed_by_operation != {}
+
+
 def test_a_step_that_somebody_measures_is_not_sampled(engine: OffloadEngine) -> None:
     class Somebody:
         def moves(self, scope: Scope, num_bytes: int) -> None: ...
