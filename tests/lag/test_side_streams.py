@@ -392,7 +392,7 @@ def test_a_copy_of_a_weight_is_kept_for_another_stream(lag: LagModule, tmp_path:
 
 
 def test_what_a_layer_saved_beside_is_kept_for_the_stream_of_its_backward(lag: LagModule) -> None:
-    """The layer is captured on the main stream, and backward comes before the writes have ended."""
+    """The layer is captured on the main stream, and backward comes before the writes begin."""
     expected = train(SavedAside, Streams(lag, beside=False))[-7:]
     device = AcceleratorDevice(torch.device(DEVICE), LagPlatform(lag))
     streams, x = Streams(lag), noise(STEPS - 1)
@@ -400,12 +400,14 @@ def test_what_a_layer_saved_beside_is_kept_for_the_stream_of_its_backward(lag: L
     engine = OffloadEngine(OffloadConfig(mode="host", min_bytes=4096), device)
     engine.exclude(script.parameters())
     lag.synchronize()
-    with engine.step(), lag.held(device._store):
+    batch = write_batch.WriteBatch(engine.writer)
+    with engine.step():
         with engine.forward(Scope()) as save_order:
             loss = script(x)
-            engine.capture(Scope(layer="0"), outputs=[loss], inputs=[x])
+            engine.capture(Scope(layer="0"), outputs=[loss], inputs=[x], batch=batch)
         with engine.backward(save_order), lag.held(streams.sides[0]):
             loss.backward()
+        batch.submit()
     assert engine.statistics.forwarded_bytes > 0
     found = [x.grad, *(one.grad for one in script.parameters())]
     assert_equal([one.cpu() for one in found if one is not None], expected)
