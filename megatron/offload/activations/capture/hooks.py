@@ -228,6 +228,8 @@ class SavedTensorHooks:
         if isinstance(where, Recipe):
             record.replay_by(where)
             step.statistics.replayed_bytes += record.saved_bytes
+            if step.observer is not None:
+                step.observer.replays(step.scope, storage, where.copied_bytes)
         if step.save_order is not None:
             for one in (record,) if record.recipe is None else record.recipe.bases:
                 step.save_order.append(one)
@@ -242,8 +244,11 @@ class SavedTensorHooks:
 
     def save(self, tensor: torch.Tensor, batch: WriteBatch) -> Held:
         """Saves a tensor that is not autograd's, of which a saved one is computed again."""
-        move = self.find_move(tensor, tensor.untyped_storage())
+        storage = tensor.untyped_storage()
+        move = self.find_move(tensor, storage)
         if move is None:
+            if self._step.observer is not None:
+                self._step.observer.stayed(self._step.scope, storage)
             return ResidentTensor(tensor, self._step.scope)
         return self.take(tensor, move, batch)
 
@@ -295,7 +300,11 @@ class SavedTensorHooks:
         memory = self._reader.computed(record)
         if memory is None:
             operands: list[torch.Tensor | None] = [self.unpack(one) for one in recipe.operands]
-            memory = self._reader.compute(record, recipe, operands)
+            observer = self._step.observer
+            if observer is None:
+                return self._reader.compute(record, recipe, operands)
+            with observer.replaying(record.scope):
+                memory = self._reader.compute(record, recipe, operands)
         return memory
 
 

@@ -101,11 +101,20 @@ class Recipe:
         operands: what autograd holds of each operand: a view of a record, or a tensor that stays.
         bases: the records whose bytes have to be in memory, those behind replayed operands too.
         depth: 1, or more where operands are replayed in turn.
+        copied_bytes: of the operands, copies of parameters.
     """
 
-    __slots__ = ("bases", "depth", "operands", "program")
+    __slots__ = ("bases", "copied_bytes", "depth", "operands", "program")
 
-    def __init__(self, program: Program, operands: list[Any], bases: list[Any], depth: int) -> None:
+    def __init__(
+        self,
+        program: Program,
+        operands: list[Any],
+        bases: list[Any],
+        depth: int,
+        copied_bytes: int = 0,
+    ) -> None:
+        self.copied_bytes = copied_bytes
         self.program = program
         self.operands = operands
         self.bases = bases
