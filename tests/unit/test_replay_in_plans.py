@@ -16,6 +16,9 @@ from megatron.offload.activations.placement.plan import Prediction
 from megatron.offload.activations.stats.memory_parts import KEPT, RECOMPUTED, REPLAYED
 from megatron.offload.errors import InfeasibleBudgetError
 from megatron.offload.planner.profile.stage_profile import PartProfile, StageProfile
+from megatron.offload.planner.projection.hardware import DriveSpec, GpuSpec, Hardware
+from megatron.offload.planner.projection.model import Parallelism, Transformer
+from megatron.offload.planner.projection.projection import Projection, project
 from megatron.offload.planner.simulator.instructions import (
     FIRST_TIER,
     KEEP,
@@ -110,3 +113,65 @@ def test_a_profile_keeps_it_in_its_file() -> None:
     [one] = {field.name for field in dataclasses.fields(PartProfile)} & {"replay_s"}
     older = profile.to_json().replace(f'"{one}": 0.25', '"of_an_older_release": 1')
     assert StageProfile.from_json(older).layers[0].replay_s == 0.0
+
+
+LLAMA_8B = {
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_query_groups": 8,
+    "ffn_hidden_size": 14336,
+    "seq_length": 4096,
+    "vocab_size": 128256,
+    "gated": True,
+    "rope": True,
+    "rms_norm": True,
+    "tied_embeddings": False,
+}
+
+
+def projected(*, replay: bool, **model: Any) -> StageProfile:
+    hardware = Hardware(GpuSpec.load("h100"), DriveSpec.load("990-pro"), host_bytes=1 << 40)
+    transformer = Transformer(**{**LLAMA_8B, **model})
+    return project(Projection(transformer, Parallelism(), hardware, replay=replay))
+
+
+@pytest.mark.parametrize(
+    ("eager", "saved", "kept", "replayed"),
+    [
+        # In hidden sizes a token: two norms, queries, keys and values (rotated ones are 1.25), what
+        # attention gives, and inside the MLP 3.5 for each of its tensors.
+        (False, 2 * 2 + 1.5 + 1.25 + 1 + 3 * 3.5, 2 + 1.5 + 1.25 + 1 + 2 * 3.5, 2 + 3.5),
+        # A norm: its input in fp32 (2), what is normalized, what it gives. Four tensors in the MLP.
+        (True, 2 * 4 + 1.5 + 1 + 4 * 3.5, 2 + 1.5 + 1 + 2 * 3.5, 2 * 4 + 2 * 3.5),
+    ],
+    ids=["fused", "eager"],
+)
+def test_a_projected_layer_saves_what_is_replayed_no_more(
+    eager: bool, saved: float, kept: float, replayed: float
+) -> None:
+    states = 2 * 4096 * 4096
+    without = projected(replay=False, eager=eager).layers[0]
+    with_replay = projected(replay=True, eager=eager).layers[0]
+    small = 4 * 32 * 4096  # log-sum-exps, smaller than what moves
+    assert sum(part.all_bytes for part in without.parts) == saved * states + small
+    assert without.replayed_bytes == without.replay_s == 0
+    assert with_replay.movable_bytes == kept * states
+    assert with_replay.replayed_bytes == replayed * states
+
+
+def test_projected_recipes_take_the_time_of_their_bytes() -> None:
+    """Norms: one pass each over input and output. The gated unit: both halves and the product."""
+    layer = projected(replay=True).layers[0]
+    states, rate = 2 * 4096 * 4096, 3350e9 * 0.8
+    moved = 2 * 2 * states + 3 * 3.5 * states
+    assert layer.replay_s == pytest.approx(moved / rate)
+    assert layer.backward_s == projected(replay=False).layers[0].backward_s
+
+
+def test_smaller_storages_are_not_replayed() -> None:
+    hardware = Hardware(GpuSpec.load("h100"), DriveSpec.load("990-pro"))
+    model = Transformer(**{**LLAMA_8B, "eager": True, "seq_length": 8})
+    of = Projection(model, Parallelism(), hardware, min_bytes=1 << 30)
+    with_replay = project(dataclasses.replace(of, replay=True))
+    assert with_replay == project(of)
