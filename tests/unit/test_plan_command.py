@@ -174,7 +174,7 @@ def test_replay_stands_beside_the_same_model_without_it(
     assert cli.main(line.split()) == 0
     said = capsys.readouterr().out
     # Of 2 x 2048 tokens with 2048 values in bf16 two norms, and what the activation function gives.
-    assert "replay  96 MiB a layer is computed again in" in said
+    assert "note: replay spares 96 MiB a layer, computed again in" in said
     found = json.loads(path.read_text())
     assert found["replay"]["replayed_bytes"] == 2 * 96 << 20
     assert found["replay"]["replay_s"] > 0

@@ -107,6 +107,12 @@ def test_a_budget_is_for_all_that_a_recomputed_layer_holds() -> None:
     assert plan.predicted is not None and plan.predicted.recompute_s == 1.25
 
 
+def test_a_plan_says_what_replay_spares() -> None:
+    [_, said] = solve(replaying(), budget_bytes=100).notes
+    assert said == "replay spares 6 B a layer, computed again in 250 ms; 8 B is kept or moved"
+    assert len(solve(stage(2), budget_bytes=100).notes) == 1
+
+
 def test_a_profile_keeps_it_in_its_file() -> None:
     profile = replaying()
     assert StageProfile.from_json(profile.to_json()) == profile

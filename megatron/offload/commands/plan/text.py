@@ -94,7 +94,6 @@ def _heading(comparison: PlanComparison) -> list[str]:
         f"{tier.read_bytes_per_s / 1e9:.1f} to read"
         for tier in profile.tiers
     ]
-    lines += _replay(profile)
     made = produced_bytes_per_s(profile.layers)
     if made:
         taken = {tier.name: tier.write_bytes_per_s for tier in profile.tiers}
@@ -102,20 +101,6 @@ def _heading(comparison: PlanComparison) -> list[str]:
     if (states := comparison.request.states) is not None:
         lines.append(_states(states))
     return lines
-
-
-def _replay(profile: StageProfile) -> list[str]:
-    """What the layers of a micro-batch do not keep, and what that takes."""
-    replayed = sum(layer.replayed_bytes for layer in profile.layers)
-    if not replayed:
-        return []
-    number = sum(bool(layer.replayed_bytes) for layer in profile.layers)
-    saved = sum(p.movable_bytes + p.resident_bytes for one in profile.layers for p in one.parts)
-    again_s = sum(layer.replay_s for layer in profile.layers) / number
-    return [
-        f"replay  {format_size(replayed // number)} a layer is computed again in "
-        f"{1000 * again_s:.2g} ms; {format_size(saved // len(profile.layers))} is kept or moved"
-    ]
 
 
 def _states(states: ProjectedStates) -> str:
