@@ -548,3 +548,50 @@ def test_without_replay_nothing_of_it_is_counted(make_engine):
     train(engine, "nodes", between(F.silu), weights)
     assert engine.statistics.unreplayed_bytes == 0
     assert not engine.statistics.unreplayed_by_operation
+
+
+class Listener:
+    """Hears what a step saved, as `Observer` has it."""
+
+    def __init__(self) -> None:
+        self.moved, self.stayed_bytes, self.replayed = [], {}, []
+        self.num_replays = 0
+
+    def moves(self, scope: Scope, num_bytes: int) -> None:
+        self.moved.append(num_bytes)
+
+    def stayed(self, scope: Scope, storage: torch.UntypedStorage) -> None:
+        self.stayed_bytes[storage._cdata] = storage.nbytes()
+
+    def replays(self, scope: Scope, storage: torch.UntypedStorage, copied_bytes: int) -> None:
+        self.replayed.append((scope.layer, storage.nbytes(), copied_bytes))
+
+    @contextlib.contextmanager
+    def replaying(self, scope: Scope) -> Iterator[None]:
+        assert scope.layer == "decoder.1"
+        self.num_replays += 1
+        yield
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", ["keep", "ssd"])
+def test_an_observer_hears_of_what_is_replayed_and_of_what_is_saved_for_it(make_engine, mode, way):
+    """A wider copy is replayed of the narrower tensor, which is saved in its place."""
+    engine = make_engine(mode=mode)
+    engine.observe(listener := Listener())
+    norm = nn.LayerNorm(64)
+
+    def function(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        return norm((x @ w).float() * v) @ torch.ones(64, 8)
+
+    inputs = [leaf(dtype=torch.bfloat16), leaf(48, 64, dtype=torch.bfloat16), leaf(8, 64)]
+    with engine.step(), forward_pass(engine, norm, layer="decoder.1"):
+        result = run(engine, way, function, *inputs)
+        settle(engine)
+        result.sum().backward()
+    size = 8 * 64 * 4
+    assert ("decoder.1", size, 0) in listener.replayed
+    assert listener.num_replays == len(listener.replayed) == engine.statistics.num_replays
+    assert sum(one[1] for one in listener.replayed) == engine.statistics.replayed_bytes
+    saved = listener.moved if mode == "ssd" else list(listener.stayed_bytes.values())
+    assert saved.count(size // 2) == 1

@@ -7,6 +7,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -203,3 +204,54 @@ def test_layers_that_nobody_calls_are_refused_after_the_first_step(tmp_path: Pat
 
     with pytest.raises(ConfigurationError, match="none of the 6 layers was called"):
         train(Stack, batches(2), tmp_path, call=call, mode="auto")
+
+
+class Gated(torch.nn.Module):
+    """A norm and a gated unit: what the norm and the gate give is cheap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(HIDDEN)
+        self.gate = torch.nn.Linear(HIDDEN, 2 * HIDDEN)
+        self.linear = torch.nn.Linear(HIDDEN, 2 * HIDDEN)
+        self.down = torch.nn.Linear(2 * HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        gated: torch.Tensor = torch.nn.functional.silu(self.gate(y)) * self.linear(y)
+        return x + self.down(gated)
+
+
+class GatedStack(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Gated() for _ in range(NUM_LAYERS))
+
+
+def profiled(directory: Path, **settings: object) -> tuple[dict[str, Any], dict[str, Any]]:
+    """One layer of the profile of the first steps, and statistics of the last of them."""
+    (directory / "activation-profile-stage0.json").unlink(missing_ok=True)
+    found = train(
+        GatedStack,
+        batches(4),
+        directory,
+        call=lambda m, b: m(**b),
+        **{"mode": "auto", "memory_budget_bytes": "1GiB", "run_directory": directory, **settings},
+    )
+    assert found == train(GatedStack, batches(4), call=lambda m, b: m(**b))
+    profile = json.loads((directory / "activation-profile-stage0.json").read_text())
+    return profile["layers"][2]["parts"][0], found.statistics[2]
+
+
+def test_the_profile_has_what_is_replayed_and_its_seconds(tmp_path: Path) -> None:
+    settings = {"min_bytes": 2048}
+    without, _ = profiled(tmp_path, **settings)
+    part, step = profiled(tmp_path, replay="on", **settings)
+    tokens, size = 2 * 64, 4 * HIDDEN
+    # Of the norm its result; of the gate `silu(gate)` and the product.
+    assert part["replayed_bytes"] == tokens * size * (1 + 2 + 2)
+    assert step["replayed_bytes"] == NUM_LAYERS * part["replayed_bytes"]
+    assert part["replay_extra_bytes"] == 2 * tokens * size
+    assert part["movable_bytes"] + part["replayed_bytes"] == without["movable_bytes"]
+    assert part["resident_bytes"] == without["resident_bytes"] + 2 * size  # copies of the norm's
+    assert part["replay_s"] > 0 == without["replay_s"] == without["replayed_bytes"]

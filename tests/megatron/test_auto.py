@@ -77,6 +77,26 @@ def test_auto_changes_no_bit(position: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_with_replay_selective_operations_spare_nothing_more(tmp_path: Path) -> None:
+    """A norm's result and the activation function's are replayed: a plan takes them off once."""
+    run = tmp_path / "run"
+    planned = train(
+        f"--train-iters {STEPS}",
+        auto(tmp_path, "--activation-offload-max-slowdown 1", "--activation-replay on"),
+        f"--metrics-file {run / 'metrics.jsonl'}",
+        timeout_s=150,
+    )
+    assert_same_bits(planned, train_once(f"--train-iters {STEPS}"), STEPS)
+    profile = StageProfile.load(run / "activation-profile-stage0.json")
+    for layer in profile.layers:
+        attention, mlp = layer.parts
+        assert (attention.selective_bytes, mlp.selective_bytes) == (0, 0)
+        assert attention.replayed_bytes == 4 * 32 * 64
+        assert mlp.replayed_bytes == 4 * 32 * (64 + 256)
+        assert attention.replay_s > 0 and mlp.replay_s > 0
+
+
+@pytest.mark.slow
 def test_ranks_that_share_layers_follow_the_same_plans_whatever_each_has_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,6 +95,45 @@ def test_projected_bytes_are_what_the_engine_moves(
     assert measured["offloaded_storages"] == passes * sum(part.num_storages for part in parts)
 
 
+@pytest.mark.slow(but="gated")
+@pytest.mark.parametrize(
+    ("flags", "sizes"),
+    [
+        pytest.param("--hidden-dropout 0", {}, id="plain"),
+        pytest.param("--hidden-dropout 0.1", {"hidden_dropout": 0.1}, id="dropout"),
+        pytest.param(
+            "--hidden-dropout 0 --position-embedding-type rope", {"rope": True}, id="rope"
+        ),
+        pytest.param("--hidden-dropout 0 --swiglu", {"gated": True}, id="gated"),
+    ],
+)
+def test_so_is_what_is_replayed(tmp_path: Path, flags: str, sizes: dict[str, object]) -> None:
+    outcome = train(
+        "--attention-dropout 0 --train-iters 2 --activation-replay on",
+        f"--activation-offload ssd --activation-offload-dir {tmp_path}",
+        f"--activation-offload-io buffered --activation-offload-min-bytes {MIN_BYTES}",
+        flags,
+    )
+    measured = outcome.metrics[-1]["offload"]
+    projection = Projection(
+        model=Transformer(
+            **LAYERS,  # type: ignore[arg-type]
+            seq_length=32,
+            vocab_size=256,
+            fused_kernels=False,
+            **sizes,  # type: ignore[arg-type]
+        ),
+        parallel=Parallelism(global_batch_size=4),
+        hardware=Hardware(GpuSpec.load("a100"), DriveSpec.load("990-pro")),
+        min_bytes=MIN_BYTES,
+        replay=True,
+    )
+    parts = [part for layer in project(projection).layers for part in layer.parts]
+    assert measured["offloaded_bytes"] == 4 * sum(part.movable_bytes for part in parts)
+    assert measured["offloaded_storages"] == 4 * sum(part.num_storages for part in parts)
+    assert measured["replayed_bytes"] == 4 * sum(part.replayed_bytes for part in parts) > 0
+
+
 @pytest.mark.slow
 def test_a_plan_made_before_any_run_is_followed(tmp_path: Path) -> None:
     model = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32"

@@ -22,6 +22,7 @@ from megatron.offload.activations.stats.memory_parts import (
     KEPT,
     OUTSIDE,
     RECOMPUTED,
+    REPLAYED,
     REST,
     USED,
     WRITING,
@@ -327,6 +328,32 @@ def test_what_replay_computes_again_is_written(
     (step,) = load_steps(tmp_path / "m.jsonl")
     assert step.replayed_bytes == engine.statistics.replayed_bytes > 0
     assert step.unreplayed == engine.statistics.unreplayed_by_operation != {}
+
+
+def test_what_is_replayed_is_named(
+    offload_config: Callable[..., OffloadConfig],
+    device: ToldDevice,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`silu` saves what it was given; backward computes its result of that again."""
+    monkeypatch.setattr(memory_report, "NUM_UNSETTLED", 0)
+    settings = {"memory_report_file": tmp_path / "m.jsonl", "min_bytes": SIZE, "io": "buffered"}
+    engine = OffloadEngine(offload_config(replay="on", **settings), device)
+    x = leaf()
+    Sampled.engine = engine
+    with engine.step():
+        with engine.forward(LAYER) as save_order:
+            y: torch.Tensor = Sampled.apply(torch.nn.functional.silu(x + 1))
+            engine.capture(LAYER, [y], [x])
+            assert engine.statistics.replayed_bytes == SIZE
+        settle(engine)
+        with engine.backward(save_order):
+            assert parts_now(engine) == {}
+            y.sum().backward()
+    assert Sampled.found.pop(REPLAYED) == SIZE
+    assert sum(Sampled.found.values()) == SIZE  # of what it is computed, for `silu`
+    engine.close()
 
 
 def test_a_step_that_somebody_measures_is_not_sampled(engine: OffloadEngine) -> None:

@@ -165,6 +165,37 @@ def test_a_measured_profile_is_planned_like_a_projected_one(
     assert set(rows(text)) >= {"this plan", "keep all", "ssd all"}
 
 
+def test_replay_stands_beside_the_same_model_without_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, picture = tmp_path / "all.json", tmp_path / "rok.svg"
+    model = MODEL.replace("--num-layers 8", "--num-layers 2")
+    line = f"{model} --activation-replay on --kernels eager --json {path} --rok {picture}"
+    assert cli.main(line.split()) == 0
+    said = capsys.readouterr().out
+    # Of 2 x 2048 tokens with 2048 values in bf16 two norms, and what the activation function gives.
+    assert "note: replay spares 96 MiB a layer, computed again in" in said
+    found = json.loads(path.read_text())
+    assert found["replay"]["replayed_bytes"] == 2 * 96 << 20
+    assert found["replay"]["replay_s"] > 0
+    named = found["strategies"]
+    least, most = named["keep all"], named["no replay, keep all"]
+    assert most["peak_bytes"] - least["peak_bytes"] > 96 << 20
+    assert most["recompute_s"] == 0 < least["recompute_s"]
+    assert least["step_s"] == pytest.approx(most["step_s"] + least["recompute_s"], rel=1e-3)
+    assert named["this plan"]["peak_bytes"] < named["no replay, same goal"]["peak_bytes"]
+    assert named["no replay, as fast"]["step_s"] <= named["this plan"]["step_s"] * 1.001
+    assert len(found["rok_without_replay"]) == len(found["rok"])
+    assert "plans without replay" in picture.read_text()
+
+
+def test_without_replay_nothing_is_said_of_it(answer: tuple[str, Path]) -> None:
+    printed, folder = answer
+    assert "replay" not in printed
+    found = json.loads((folder / "all.json").read_text())
+    assert found["replay"]["replayed_bytes"] == 0 and found["rok_without_replay"] == []
+
+
 def test_each_stage_of_a_pipeline_has_its_plan(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     flags = f"{MODEL} --pipeline-model-parallel-size 2 --output {file}"
@@ -181,6 +212,7 @@ def test_each_stage_of_a_pipeline_has_its_plan(tmp_path: Path) -> None:
         (f"{MODEL} --rok curve.pdf", ".png or .svg"),
         ("plan --hardware h100", "give --num-layers"),
         ("plan --profile missing.json", "missing.json"),
+        ("plan --profile missing.json --activation-replay on", "drop --activation-replay on"),
     ],
 )
 def test_what_cannot_be_ends_with_one_sentence_and_exit_code_2(

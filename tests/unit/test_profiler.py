@@ -69,8 +69,10 @@ class Run:
         self.recomputed: set[str] = set()
         self.has_parts = False
         self.recomputed_parts: set[tuple[str, str]] = set()
-        self.selective: list[int] = []  # sizes, of each MLP
+        self.selective: list[int] = []  # sizes, of each MLP; below 0 of what is kept for it
         self.head_bytes = 0  # that the loss saves
+        self.spared: dict[int, int] = {}  # the same by storage
+        self.replays: list[torch.UntypedStorage] = []  # of each MLP, computed again in 0.5 s each
 
     def step(self, num: int = 2, tokens: int = 8, *, well: bool = True) -> None:
         self.profiler.begin_step()
@@ -103,7 +105,9 @@ class Run:
             if self.selective and (name, "mlp-selective") not in self.recomputed_parts:
                 now = self.profiler.now()
                 span = now, now._replace(timestamp=now.timestamp + 0.5)
-                self.profiler.selective(timings, "mlp", span, self.selective, extra_bytes=77)
+                spared = self.spared or {n: s for n, s in enumerate(self.selective) if s > 0}
+                more = [-size for size in self.selective if size < 0]
+                self.profiler.selective(timings, "mlp", span, spared, more, extra_bytes=77)
             y = self._parts(scope, x, 3.0)
             for part in ("mlp", "mlp-selective"):
                 self._again(scope, timings, part, y)
@@ -136,8 +140,20 @@ class Run:
         self.profiler.stayed(mlp, large)  # saved twice
         self.profiler.stayed(mlp, small)
         self.alive = large, small
+        for one in self.replays:
+            self.profiler.replays(mlp, one, 100)
+        if self.replays:
+            x.register_hook(lambda _: self._replay(mlp))
+            x = self.takes(x, 0.0, 0.0)
         self.profiler.end_layer([x])
         return x
+
+    def _replay(self, scope: Scope) -> None:
+        """As backward comes to it."""
+        for _ in self.replays:
+            with self.profiler.replaying(scope):
+                self.clock.now_s += 0.5
+                self.clock.wait(10.0)  # which counts as a wait
 
     def _saved(self, scope: Scope, part: str, size: int) -> int:
         """A part that is recomputed saves less."""
@@ -409,3 +425,54 @@ def test_tiers_are_as_fast_as_they_were_measured() -> None:
     assert used.read_bytes_per_s == used.write_bytes_per_s  # nothing has been read
     del block
     tier.close()
+
+
+def test_what_is_replayed_is_neither_kept_nor_part_of_backward() -> None:
+    without, run = Run(), Run()
+    without.step()
+    run.replays = [torch.UntypedStorage(size) for size in (5000, 3000)]
+    run.step()
+    before = without.profile()
+    found = run.profile()
+    for layer, other in zip(found.layers, before.layers, strict=True):
+        mlp = layer.parts[1]
+        assert (mlp.replayed_bytes, mlp.replay_extra_bytes, mlp.replay_s) == (8000, 5000, 1.0)
+        parts = (
+            other.parts[0],
+            dataclasses.replace(
+                other.parts[1],
+                resident_bytes=other.parts[1].resident_bytes + 200,  # copies of parameters
+                replayed_bytes=8000,
+                replay_extra_bytes=5000,
+                replay_s=1.0,
+            ),
+        )
+        assert layer == dataclasses.replace(other, parts=parts)
+
+
+def test_selective_operations_spare_nothing_that_is_replayed() -> None:
+    """Their sizes are told before it is known that a storage is replayed."""
+    run = Run()
+    run.has_parts = True
+    run.replays = [torch.UntypedStorage(3000)]
+    run.selective = [3000, 2000]
+    run.spared = {run.replays[0]._cdata: 3000, 1: 2000}
+    run.step()
+    for layer in run.profile().layers:
+        assert layer.parts[1].selective_bytes == 2000
+
+
+def test_what_is_replayed_is_known_from_before_where_a_layer_was_recomputed() -> None:
+    run = Run()
+    run.replays = [torch.UntypedStorage(5000)]
+    run.step()
+    before = run.profile()
+    run.profiler.clear()
+    run.recomputed = {"decoder.2"}
+    run.step(tokens=16)
+    second = run.profile(previous=before).layers[1].parts[1]
+    assert (second.replayed_bytes, second.replay_extra_bytes, second.replay_s) == (
+        10000,
+        10000,
+        1.0,
+    )

@@ -167,6 +167,10 @@ with Path(flags["--metrics-file"]).open("w") as out:
             with (Path(__file__).parent / "turns").open("a") as turns:
                 print(os.getpid(), number, file=turns)
         offload = {"written_bytes": 5}
+        if flags.get("--activation-replay") == "on":
+            if mode == "off":
+                sys.exit("trainer: error: nothing to replay")
+            offload["replayed_bytes"] = 7 << 20
         if "profile" in globals():
             sizes = json.dumps({"budget": budget, "steps": number + 1})
             write_profile(PROFILE.replace('"sizes": {}', f'"sizes": {sizes}'))
@@ -246,6 +250,17 @@ def test_the_middle_budgets_last_profile_predicts_all_budgets(
     folder = tmp_path / "out" / "trainings" / f"round1-mb1-auto-{middle}@offload"
     num_steps = len((folder / "metrics.jsonl").read_text().splitlines())
     assert used[1].sizes == {"budget": middle, "steps": num_steps}
+
+
+def test_strategies_with_offload_replay_if_that_is_asked_for(
+    tmp_path: Path, no_frontier: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--strategies", "off,ssd,recompute", "--no-turns", "--activation-replay", "on")
+    assert rok(tmp_path, *flags) == 0
+    found = Result.load(tmp_path / "out" / "rok.json").measured
+    replayed = {one.placement: one.replayed_bytes for one in found}
+    assert replayed == {"off": 0, "ssd": 7 * MIB, "recompute": 0}
+    assert "replayed MiB" in capsys.readouterr().out
 
 
 def test_the_csv_has_a_line_for_each(curve: tuple[str, Path]) -> None:

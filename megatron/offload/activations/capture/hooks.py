@@ -237,6 +237,8 @@ class SavedTensorHooks:
             where.stream = record.stream
             record.replay_by(where)
             step.statistics.replayed_bytes += record.saved_bytes
+            if step.observer is not None:
+                step.observer.replays(step.scope, storage, where.copied_bytes)
         if step.save_order is not None:
             for one in (record,) if record.recipe is None else record.recipe.bases:
                 step.save_order.append(one)
@@ -313,7 +315,11 @@ class SavedTensorHooks:
         memory = self._reader.computed(record)
         if memory is None:
             operands: list[torch.Tensor | None] = [self.unpack(one) for one in recipe.operands]
-            memory = self._reader.compute(record, recipe, operands)
+            observer = self._step.observer
+            if observer is None:
+                return self._reader.compute(record, recipe, operands)
+            with observer.replaying(record.scope):
+                memory = self._reader.compute(record, recipe, operands)
         return memory
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Protocol
 
 import torch
@@ -11,7 +12,7 @@ from megatron.offload.activations.saved.scope import Scope
 
 
 class Observer(Protocol):
-    """The thread that computes calls it for each saved tensor, so it must be cheap."""
+    """The threads that compute call it for each saved tensor, so it must be cheap."""
 
     def moves(self, scope: Scope, num_bytes: int) -> None:
         """A storage was saved for the first time and goes to a tier.
@@ -24,4 +25,18 @@ class Observer(Protocol):
 
     def stayed(self, scope: Scope, storage: torch.UntypedStorage) -> None:
         """A storage was saved, perhaps not for the first time, and stays in device memory."""
+        ...
+
+    def replays(self, scope: Scope, storage: torch.UntypedStorage, copied_bytes: int) -> None:
+        """A storage was saved for the first time; backward computes it again, see `recipes.py`.
+
+        Args:
+            scope: that saved it.
+            storage: which nothing keeps from now on.
+            copied_bytes: of parameters, that are held until then.
+        """
+        ...
+
+    def replaying(self, scope: Scope) -> contextlib.AbstractContextManager[None]:
+        """Around the computation of a storage in backward; `scope` is that which saved it."""
         ...

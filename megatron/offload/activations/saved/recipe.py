@@ -101,12 +101,21 @@ class Recipe:
         operands: what autograd holds of each operand: a view of a record, or a tensor that stays.
         bases: the records whose bytes have to be in memory, those behind replayed operands too.
         depth: 1, or more where operands are replayed in turn.
-        stream: of the device, on which copies of parameters among the operands were made.
+        copied_bytes: of the operands, copies of parameters.
+        stream: of the device, on which those copies were made.
     """
 
-    __slots__ = ("bases", "depth", "operands", "program", "stream")
+    __slots__ = ("bases", "copied_bytes", "depth", "operands", "program", "stream")
 
-    def __init__(self, program: Program, operands: list[Any], bases: list[Any], depth: int) -> None:
+    def __init__(
+        self,
+        program: Program,
+        operands: list[Any],
+        bases: list[Any],
+        depth: int,
+        copied_bytes: int = 0,
+    ) -> None:
+        self.copied_bytes = copied_bytes
         self.program = program
         self.operands = operands
         self.bases = bases

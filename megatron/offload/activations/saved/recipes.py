@@ -257,7 +257,8 @@ def _recipe(program: Program, search: RecipeSearch) -> Recipe:
             recipe = one.saved.recipe
             records = [one.saved] if recipe is None else recipe.bases
             bases.update((id(record), record) for record in records)
-    return Recipe(program, operands, list(bases.values()), search.depth)
+    copied_bytes = search.parameter_bytes
+    return Recipe(program, operands, list(bases.values()), search.depth, copied_bytes)
 
 
 def _again(held: Held) -> Held:

@@ -28,12 +28,23 @@ HELD = "written, still held"  # by another reference: moving it has freed nothin
 AHEAD = "read ahead"
 USED = "in use by backward"
 RECOMPUTED = "recomputed"
+REPLAYED = "replayed"  # computed again from others that are saved
 # What operations work in, gradients of activations, and what an allocator keeps or wastes.
 REST = "not saved"
 # Of a peak only: what came and went between two samples.
 BETWEEN = "between two samples"
 
-PARTS = (KEPT, OUTSIDE, HELD, WRITING, AHEAD, USED, RECOMPUTED, REST)  # as they are stacked
+PARTS = (
+    KEPT,
+    OUTSIDE,
+    HELD,
+    WRITING,
+    AHEAD,
+    USED,
+    RECOMPUTED,
+    REPLAYED,
+    REST,
+)  # as they are stacked
 
 OUTSIDE_OF_LAYERS = "outside of layers"  # in place of a layer
 

@@ -9,10 +9,11 @@ It moves nothing and keeps nothing alive. `MemoryReport` makes one for each step
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from megatron.offload.activations.stats.memory_parts import (
     HELD,
     PARTS,
     RECOMPUTED,
+    REPLAYED,
     REST,
     USED,
     WRITING,
@@ -61,6 +63,7 @@ class _InUse(NamedTuple):
     record: SavedReference
     storage: StorageWeakRef
     num_bytes: int
+    part: str
     name: str
 
 
@@ -130,6 +133,17 @@ class MemorySampler:
         self._count_while_alive(storage, part_of(scope), self._where)
         self.sample(at_once=False)
 
+    def replays(self, scope: Scope, storage: torch.UntypedStorage, copied_bytes: int) -> None:
+        """A storage is computed again in backward, as `Observer` has it."""
+        self._where = name_of(scope)
+        self.sample(at_once=False)
+
+    @contextlib.contextmanager
+    def replaying(self, scope: Scope) -> Iterator[None]:
+        """A storage is computed again, as `Observer` has it."""
+        yield
+        self._where = name_of(scope)
+
     def note_outside(self, outputs: Iterable[torch.Tensor]) -> None:
         """Counts, at the end of a forward pass, what its graph saved without a call of `stayed`."""
         self._note_graph(outputs, Scope())
@@ -164,8 +178,9 @@ class MemorySampler:
         """Backward was given a tensor of a record."""
         self._where = name_of(record.scope)
         storage = tensor.untyped_storage()
+        part = USED if record.recipe is None else REPLAYED
         self._in_use[storage._cdata] = _InUse(
-            weakref.ref(record), StorageWeakRef(storage), record.saved_bytes, self._where
+            weakref.ref(record), StorageWeakRef(storage), record.saved_bytes, part, self._where
         )
         self.sample(at_once=False)
 
@@ -209,7 +224,9 @@ class MemorySampler:
     def _count_records(self, parts: dict[str, int], layers: collections.Counter[str]) -> None:
         for record in self._cache.live_records():
             part = _PART_OF_STATE.get(record.state)
-            if part is None and record.state is State.IN_MEMORY:
+            if part is not None and record.recipe is not None:
+                part = REPLAYED
+            elif part is None and record.state is State.IN_MEMORY:
                 part = part_of(record.scope) if record.num_unused_views > 0 else USED
             elif part is None and record.is_held_by_others:
                 part = HELD
@@ -220,7 +237,7 @@ class MemorySampler:
             kept = one.record()
             # The record has let it go, and the operation that uses it has not.
             if (kept is None or kept.state is State.ON_TIER) and not one.storage.expired():
-                parts[USED] += one.num_bytes
+                parts[one.part] += one.num_bytes
                 layers[one.name] += one.num_bytes
 
     def end(self) -> int:

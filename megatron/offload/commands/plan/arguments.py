@@ -127,6 +127,13 @@ def _add_model(group: Any) -> None:
     group.add_argument("--bf16", action="store_true")
     group.add_argument("--fp16", action="store_true")
     group.add_argument(
+        "--kernels",
+        choices=("fused", "eager"),
+        default="fused",
+        help="eager: an operation for each line of Python, as in the models of transformers; norms "
+        "and gated units then save more. No flag of Megatron. Default: fused",
+    )
+    group.add_argument(
         "--attention-backend",
         choices=("auto", "flash", "fused", "unfused", "local"),
         default="auto",
@@ -188,6 +195,14 @@ def _add_goal(group: Any) -> None:
         type=size,
         metavar="SIZE",
         help="most bytes on their way at a time. Default: 512MiB, or the largest layer",
+    )
+    group.add_argument(
+        "--activation-replay",
+        choices=("off", "on"),
+        default="off",
+        help="on: what norms and activation functions give is computed again in backward, neither "
+        "kept nor moved; not in kernels that replay does not know, as Transformer Engine's. "
+        "Default: off",
     )
     group.add_argument(
         "--optimizer-state-offload",

@@ -21,6 +21,7 @@ from megatron.offload.planner.solver.solve import solve
 from megatron.offload.stats.endurance import YEAR_S
 
 _NUM_BUDGETS = 9  # of the curve
+KEEP_WITHOUT_REPLAY = "no replay, keep all"
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class PlanComparison:
         strategies: predictions by name, `this plan` and `keep all` among them; None: impossible.
         peak: what this plan's predicted peak is made of.
         curve: budgets and what the plan for each is predicted to take, from the largest down.
+        curve_without_replay: the same of a run without replay, where the projected one has it.
+        without_replay: what the plan for the same goal is predicted to take there.
     """
 
     request: Request
@@ -38,6 +41,8 @@ class PlanComparison:
     strategies: dict[str, Prediction | None]
     peak: PredictedPeak
     curve: tuple[tuple[int, Prediction], ...] = ()
+    curve_without_replay: tuple[tuple[int, Prediction], ...] = ()
+    without_replay: Prediction | None = None
 
     @property
     def profile(self) -> StageProfile:
@@ -111,7 +116,21 @@ def compare_plans(request: Request, *, with_curve: bool) -> PlanComparison:
         keep = strategies["keep all"]
         assert keep is not None
         curve = frontier(profile, keep.peak_bytes)
-    return PlanComparison(request, plan, strategies, timeline.explain_peak(plan), tuple(curve))
+    peak, found = timeline.explain_peak(plan), tuple(curve)
+    of = request.projection
+    if of is None or not of.replay:
+        return PlanComparison(request, plan, strategies, peak, found)
+    plain = project(dataclasses.replace(of, replay=False))
+    without = _solved(plain, request.budget_bytes, request.max_slowdown)
+    kept = Timeline(plain)
+    most = prediction_of(kept.cost(kept.choices.all(KEEP)))
+    strategies[KEEP_WITHOUT_REPLAY] = most
+    strategies["no replay, same goal"] = without
+    if plan.predicted is not None:
+        slowdown = max(plan.predicted.step_s / most.step_s - 1, 0.0)
+        strategies["no replay, as fast"] = _solved(plain, None, slowdown)
+    other = frontier(plain, most.peak_bytes) if with_curve else ()
+    return PlanComparison(request, plan, strategies, peak, found, tuple(other), without)
 
 
 def _references(profile: StageProfile) -> list[tuple[str, int]]:
@@ -139,10 +158,12 @@ def frontier(profile: StageProfile, most_bytes: int) -> list[tuple[int, Predicti
     return [(budget, _solved(profile, budget)) for budget in budgets]
 
 
-def _solved(profile: StageProfile, budget_bytes: int) -> Prediction:
-    """Of the plan for a budget, or, where there is none, of the smallest that there is."""
+def _solved(
+    profile: StageProfile, budget_bytes: int | None, max_slowdown: float | None = None
+) -> Prediction:
+    """Of the plan for a goal, or, where there is none, of the smallest that there is."""
     try:
-        plan = solve(profile, budget_bytes=budget_bytes)
+        plan = solve(profile, budget_bytes=budget_bytes, max_slowdown=max_slowdown)
     except InfeasibleBudgetError as error:
         plan = error.plan
     assert plan.predicted is not None

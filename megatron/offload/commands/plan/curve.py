@@ -9,17 +9,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megatron.offload.activations.placement.plan import Prediction
 from megatron.offload.commands.drawing import figure
-from megatron.offload.commands.plan.comparison import PlanComparison
+from megatron.offload.commands.plan.comparison import KEEP_WITHOUT_REPLAY, PlanComparison
 
 GIB = 1 << 30
 _MARKERS = {
     "keep all": "s",
     "recompute all": "^",
     "recompute, inputs on ssd": "X",
+    "recompute, inputs on host": "x",
     "ssd all": "D",
     "host all": "v",
     "TBA's suffix": "P",
+    KEEP_WITHOUT_REPLAY: "s",
 }
 
 
@@ -32,19 +35,52 @@ def draw(comparison: PlanComparison, path: Path) -> None:
 
 
 def _draw(axes: Any, comparison: PlanComparison) -> None:
-    keep_s = comparison.keep.step_s
+    keep_s = _base(comparison).step_s
     points = sorted((one.peak_bytes / GIB, keep_s / one.step_s) for _, one in comparison.curve)
-    axes.plot(*zip(*points, strict=True), "o-", color="tab:blue", label="plans, by budget")
+    replays = bool(comparison.curve_without_replay)
+    label = "plans with replay, by budget" if replays else "plans, by budget"
+    axes.plot(*zip(*points, strict=True), "o-", color="tab:blue", label=label)
+    if replays:
+        without = comparison.curve_without_replay
+        plain = sorted((one.peak_bytes / GIB, keep_s / one.step_s) for _, one in without)
+        axes.plot(*zip(*plain, strict=True), "o--", color="tab:gray", label="plans without replay")
+        _mark_goal(axes, comparison)
     for name, one in comparison.strategies.items():
-        if one is None or name == "this plan":
+        if one is None or name not in _MARKERS:
             continue
         place = (one.peak_bytes / GIB, keep_s / one.step_s)
         axes.plot(*place, _MARKERS.get(name, "x"), markersize=9, label=name)
 
 
+def _base(comparison: PlanComparison) -> Prediction:
+    """The step that speeds are relative to: everything is kept and nothing computed again."""
+    return comparison.strategies.get(KEEP_WITHOUT_REPLAY) or comparison.keep
+
+
+def _mark_goal(axes: Any, comparison: PlanComparison) -> None:
+    """The plans for the goal that was asked for, with replay and without, by their peaks."""
+    keep_s = _base(comparison).step_s
+    for one, color, which in (
+        (comparison.predicted, "tab:blue", "with replay"),
+        (comparison.without_replay, "tab:gray", "without"),
+    ):
+        if one is None:
+            continue
+        place = one.peak_bytes / GIB, keep_s / one.step_s
+        axes.plot(*place, "*", color=color, markersize=14, label=f"plan for the goal, {which}")
+        axes.annotate(
+            f"{one.peak_bytes / GIB:.1f} GiB",
+            place,
+            (0, 9),
+            textcoords="offset points",
+            color=color,
+        )
+
+
 def _label(axes: Any, comparison: PlanComparison) -> None:
     axes.set_xlabel("peak activation memory, GiB")
-    axes.set_ylabel("speed, relative to keeping everything")
+    without = " without replay" if comparison.curve_without_replay else ""
+    axes.set_ylabel(f"speed, relative to keeping everything{without}")
     axes.set_title(comparison.profile.source, fontsize=10)
     axes.set_xlim(left=0)
     axes.set_ylim(0, 1.1)

@@ -80,6 +80,7 @@ def request_of(args: argparse.Namespace) -> Request:
     rated = args.activation_offload_drive_tbw
     if args.profile is not None:
         given = [flag_of(name) for name in _NEEDED if getattr(args, name) is not None]
+        given += ["--activation-replay on"] * (args.activation_replay == "on")
         if given:
             raise ConfigurationError(
                 f"--profile has the model and its sizes; drop {', '.join(given)}, or give "
@@ -124,6 +125,7 @@ def projections_of(args: argparse.Namespace) -> tuple[Projection, ...]:
             distributed_optimizer=args.use_distributed_optimizer,
             min_bytes=args.activation_offload_min_bytes,
             inflight_bytes=args.activation_offload_inflight,
+            replay=args.activation_replay == "on",
             states_on=args.optimizer_state_offload,
             states_window_bytes=args.optimizer_state_window,
         )
@@ -154,6 +156,7 @@ def _model(args: argparse.Namespace) -> Transformer:
         dtype="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
         flash_attention=args.attention_backend not in ("unfused", "local"),
         selective_recompute=args.recompute_granularity == "selective",
+        eager=args.kernels == "eager",
     )
 
 

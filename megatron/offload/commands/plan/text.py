@@ -52,9 +52,22 @@ def as_json(comparison: PlanComparison) -> str:
         "produced_bytes_per_s": produced_bytes_per_s(comparison.profile.layers),
         "required_write_bytes_per_s": comparison.required_bytes_per_s,
         "plan_life_years": comparison.life_years,
+        "replay": {
+            "replayed_bytes": sum(layer.replayed_bytes for layer in comparison.profile.layers),
+            "saved_bytes": sum(
+                part.movable_bytes + part.resident_bytes
+                for layer in comparison.profile.layers
+                for part in layer.parts
+            ),
+            "replay_s": sum(layer.replay_s for layer in comparison.profile.layers),
+        },
         "states": _states_as_json(comparison.request.states),
         "rok": [
             {"budget_bytes": budget, **dataclasses.asdict(one)} for budget, one in comparison.curve
+        ],
+        "rok_without_replay": [
+            {"budget_bytes": budget, **dataclasses.asdict(one)}
+            for budget, one in comparison.curve_without_replay
         ],
     }
     return json.dumps(values, indent=1) + "\n"

@@ -124,6 +124,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RATE",
         help="most bytes a second to the SSD, for example 150MB/s. Default: no limit",
     )
+    measure.add_argument(
+        "--activation-replay",
+        choices=("off", "on"),
+        default="off",
+        help="on: strategies with activation offload replay, those without it do not. Default: off",
+    )
     output = parser.add_argument_group("output")
     output.add_argument(
         "--output", type=Path, metavar="DIR", help="folder for all files; default: runs/rok-TIME"

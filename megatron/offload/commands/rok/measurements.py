@@ -32,6 +32,7 @@ class MeasuredPoint:
         predicted_step_s, predicted_peak_bytes: by the last plan; None: none was made in the run.
         num_plans: that `auto` made before it settled.
         num_rounds: that it was measured in.
+        replayed_bytes: neither kept nor written, but computed again.
     """
 
     placement: str
@@ -51,6 +52,7 @@ class MeasuredPoint:
     read_bytes: float
     stall_s: float
     num_rounds: int
+    replayed_bytes: float = 0.0
 
     @property
     def strategy(self) -> Strategy:
@@ -110,6 +112,7 @@ def _figure(
         read_bytes=of_offload("read_bytes"),
         stall_s=of_offload("stall_s"),
         num_rounds=len(own),
+        replayed_bytes=of_offload("replayed_bytes"),
     )
 
 

@@ -204,7 +204,9 @@ class CurveRunner:
                 self._trainer.start(
                     _title(strategy, round_),
                     [
-                        *strategy.flags(self._plan_file(strategy)),
+                        *strategy.flags(
+                            self._plan_file(strategy), replay=args.activation_replay == "on"
+                        ),
                         *("--train-iters", str(most_alone + in_turns)),
                     ],
                     strategy.allocator,

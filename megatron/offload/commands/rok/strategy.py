@@ -63,12 +63,18 @@ class Strategy(Variant):
             return f"{rule}first {self.num_moved} to ssd"
         return TITLES[self.placement]
 
-    def flags(self, plan: Path | None = None) -> list[str]:
+    def flags(self, plan: Path | None = None, *, replay: bool = False) -> list[str]:
         """The trainer's flags for the strategy.
 
         Args:
             plan: the file with the plan of a suffix.
+            replay: with replay, where activation offload is on.
         """
+        flags = self._flags(plan)
+        mode = flags[flags.index("--activation-offload") + 1]
+        return [*flags, *(["--activation-replay", "on"] if replay and mode != "off" else [])]
+
+    def _flags(self, plan: Path | None) -> list[str]:
         batch = ["--micro-batch-size", str(self.micro_batch_size)]
         if self.placement == "auto":
             assert self.budget_bytes is not None

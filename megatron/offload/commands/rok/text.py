@@ -22,6 +22,7 @@ _HEADINGS = (
     "predicted s",
     "MiB",
     "written MiB",
+    "replayed MiB",
     "waits s",
 )
 
@@ -44,6 +45,7 @@ def _row(one: MeasuredPoint) -> Sequence[str]:
         "" if one.predicted_step_s is None else f"{one.predicted_step_s:.3f}",
         _mib(one.predicted_peak_bytes),
         _mib(one.written_bytes),
+        _mib(one.replayed_bytes),
         f"{one.stall_s:.3f}",
     )
 

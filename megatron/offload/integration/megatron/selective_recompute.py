@@ -103,15 +103,14 @@ class Timed:
             if tensor is not None and not isinstance(tensor, torch.nn.Parameter):
                 saved.update([_size(tensor)])
         stays = dict(map(_size, (*inputs, result) if result_stays else inputs))
-        gone = [size for storage, size in saved.items() if storage not in stays]
+        gone = {storage: size for storage, size in saved.items() if storage not in stays}
         # What the operation starts from is kept for it, also if it did not save that itself.
         starts = dict(_size(t) for t in inputs if t.requires_grad and not t.is_leaf)
-        more = [-size for storage, size in starts.items() if storage not in saved]
+        more = [size for storage, size in starts.items() if storage not in saved]
         # Megatron copies the second result into the memory of the first.
-        extra = [result.untyped_storage().nbytes(), *(-size for size in more)]
-        self._profiler.selective(
-            self._marks, self._part, (began, ended), [*gone, *more], sum(extra)
-        )
+        extra_bytes = result.untyped_storage().nbytes() + sum(more)
+        span = began, ended
+        self._profiler.selective(self._marks, self._part, span, gone, more, extra_bytes)
         return result
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.offload.activations.placement.policy import SELECTIVE, WHOLE_LAYER, Placement
 from megatron.offload.activations.saved.scope import name_after
@@ -22,7 +22,12 @@ from megatron.offload.planner.profile.stage_profile import (
     StageProfile,
     TierProfile,
 )
-from megatron.offload.planner.profile.timings import LayerTimings, PassTimings, Timestamp
+from megatron.offload.planner.profile.timings import (
+    LayerTimings,
+    PartTimings,
+    PassTimings,
+    Timestamp,
+)
 from megatron.offload.tiers.tier import Tier
 
 Seconds = Callable[[Timestamp | None, Timestamp | None], float]
@@ -177,6 +182,7 @@ def _layer(
         # Without a gradient for its input its backward ends with that of the pass.
         between(m.backward_began, m.backward_ended or p.backward_ended)
         - _again_s(m, between, *m.again)
+        - sum(_replay_s(part, between) for part in m.parts.values())
         for m, p in zip(timings, passes, strict=True)
     )
     can_be = may.recompute and all(m.can_be_recomputed for m in timings)
@@ -215,7 +221,9 @@ def _between_layers(
         num_storages=max(one.num_storages for one in saved),
         produced_s=forward_s,
         first_use_s=0.0,
+        **_replayed(saved, between),
     )
+    backward_s = max(backward_s - part.replay_s, 0.0)
     name = name_after(passes[0].layers[number - 1].name if number else "")
     return [LayerProfile(chunk, name, forward_s, backward_s, None, 0, (part,))]
 
@@ -274,6 +282,7 @@ def _parts(
         used = _median(
             between(m.backward_began, m.backward_middle)
             - _again_s(m, between, "mlp", "mlp" + SELECTIVE)
+            - (_replay_s(m.parts["mlp"], between) if "mlp" in m.parts else 0.0)
             for m in timings
         )
         # What it takes to run it again: measured if it did, else as long as its forward.
@@ -302,6 +311,7 @@ def _parts(
                 * max(
                     m.movable_input_bytes if is_first else m.movable_middle_bytes for m in timings
                 ),
+                **_replayed(own, between),
             )
         )
     return tuple(found)
@@ -310,6 +320,20 @@ def _parts(
 def _again_s(timings: LayerTimings, between: Seconds, *names: str) -> float:
     """Seconds that these took in backward."""
     return sum(between(*span) for name in names for span in timings.again.get(name, ()))
+
+
+def _replay_s(part: PartTimings, between: Seconds) -> float:
+    """Seconds that its replays took in backward."""
+    return sum(between(*span) for span in part.replays)
+
+
+def _replayed(own: Sequence[PartTimings], between: Seconds) -> dict[str, Any]:
+    """What is replayed of a part, by the names of its profile."""
+    return {
+        "replayed_bytes": max(one.replayed_bytes for one in own),
+        "replay_s": _median(_replay_s(one, between) for one in own),
+        "replay_extra_bytes": max(one.replay_extra_bytes for one in own),
+    }
 
 
 def _remembered(
@@ -343,6 +367,9 @@ def _scaled(part: PartProfile, scale: float) -> PartProfile:
         selective_s=None if part.selective_s is None else part.selective_s * scale,
         selective_extra_bytes=round(part.selective_extra_bytes * scale),
         movable_input_bytes=round(part.movable_input_bytes * scale),
+        replayed_bytes=round(part.replayed_bytes * scale),
+        replay_s=part.replay_s * scale,
+        replay_extra_bytes=round(part.replay_extra_bytes * scale),
     )
 
 

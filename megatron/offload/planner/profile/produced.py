@@ -2,14 +2,16 @@
 """What forward makes a second, against what tiers take of it: `produced_bytes_per_s`, `in_words`.
 
 The commands `plan` and `doctor` print it before anything runs. It does not depend on the batch:
-bytes and seconds of a layer both grow with its tokens.
+bytes and seconds of a layer both grow with its tokens. `replay_in_words`: what forward makes and
+nothing keeps; each plan says it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from megatron.offload.planner.profile.stage_profile import LayerProfile
+from megatron.offload.sizes import format_size
 
 
 def produced_bytes_per_s(layers: Iterable[LayerProfile]) -> float:
@@ -34,3 +36,18 @@ def in_words(bytes_per_s: float, taken_bytes_per_s: Mapping[str, float]) -> str:
         for name, rate in taken_bytes_per_s.items()
     ]
     return f"{made}; of that takes {', '.join(parts)}"
+
+
+def replay_in_words(layers: Sequence[LayerProfile]) -> str:
+    """What a layer's replay spares and takes, on average of those that replay; empty: none does."""
+    replaying = [layer for layer in layers if layer.replayed_bytes]
+    if not replaying:
+        return ""
+    number = len(replaying)
+    spared = sum(layer.replayed_bytes for layer in replaying) // number
+    kept = sum(p.movable_bytes + p.resident_bytes for one in replaying for p in one.parts) // number
+    again_ms = 1000 * sum(layer.replay_s for layer in replaying) / number
+    return (
+        f"replay spares {format_size(spared)} a layer, computed again in {again_ms:.3g} ms; "
+        f"{format_size(kept)} is kept or moved"
+    )

@@ -16,7 +16,7 @@ takes as long as it would if nothing had to be waited for.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +62,9 @@ class Profiler:
         self._forward: PassTimings | None = None
         self._layer: LayerTimings | None = None
         self._stayed: set[int] = set()  # storages of this pass that stay
+        # Of the layer under way, what its selective operations would spare: storage and bytes.
+        self._spared: dict[int, tuple[PartTimings, int]] = {}
+        self._replayed: dict[Scope, PartTimings] = {}  # what saved storages that are replayed
 
     @property
     def measures(self) -> bool:
@@ -75,6 +78,8 @@ class Profiler:
     def end_step(self, *, well: bool) -> None:
         """Ends the measured step; one that did not end well does not count."""
         passes, self._passes = self._passes or {}, None
+        self._spared.clear()
+        self._replayed.clear()
         self._forward = self._layer = None
         complete = [one for one in passes.values() if one.is_complete]
         if well and complete and len(complete) == len(passes):
@@ -155,6 +160,7 @@ class Profiler:
                 self._forward.held_bytes = wanting[0].nbytes
         self._forward.layers.append(timings)
         self._layer = timings
+        self._spared.clear()
         return timings
 
     def reach_middle(self, middle: torch.Tensor) -> None:
@@ -192,19 +198,25 @@ class Profiler:
         timings: LayerTimings,
         part: str,
         span: TimeSpan,
-        sizes: Sequence[int],
+        spared: Mapping[int, int],
+        more: Sequence[int] = (),
         extra_bytes: int = 0,
     ) -> None:
         """One of a part's selective operations ran.
 
         Args:
-            sizes: bytes of storages that need not be kept for backward if it runs again; below 0 of
-                those that then have to be.
+            spared: bytes of storages that need not be kept for backward if it runs again, by their
+                address. What turns out to be replayed is not kept anyway.
+            more: bytes of storages that then have to be kept.
             extra_bytes: that are there besides in backward when it has run again.
         """
         found = timings.part(part)
         found.selective.append(span)
-        found.selective_bytes += sum(size for size in sizes if abs(size) >= self._min_bytes)
+        for storage, size in spared.items():
+            if size >= self._min_bytes:
+                found.selective_bytes += size
+                self._spared[storage] = found, size
+        found.selective_bytes -= sum(size for size in more if size >= self._min_bytes)
         found.selective_extra_bytes += extra_bytes
 
     # -- What the engine tells (`Observer`) -------------------------------------------------------
@@ -228,6 +240,27 @@ class Profiler:
         else:
             part.movable_bytes += num_bytes
             part.num_storages += 1
+
+    def replays(self, scope: Scope, storage: torch.UntypedStorage, copied_bytes: int) -> None:
+        """Notes a storage that backward computes again, as `Observer` asks."""
+        part, num_bytes = self._part(scope), storage.nbytes()
+        if part is None:
+            return
+        part.replayed_bytes += num_bytes
+        part.replay_extra_bytes = max(part.replay_extra_bytes, num_bytes)
+        part.resident_bytes += copied_bytes
+        self._replayed[scope] = part
+        by_selective, spared_bytes = self._spared.pop(storage._cdata, (part, 0))
+        by_selective.selective_bytes -= spared_bytes
+
+    @contextlib.contextmanager
+    def replaying(self, scope: Scope) -> Iterator[None]:
+        """Times a replay, as `Observer` asks."""
+        began = self.now()
+        yield
+        part = self._replayed.get(scope)
+        if part is not None:
+            part.replays.append((began, self.now()))
 
     def _may_wait_on_a_tier(self, tensor: torch.Tensor) -> bool:
         """Whether it can leave memory: others hold the leaves among what goes into a layer."""

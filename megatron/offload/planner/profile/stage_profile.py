@@ -46,6 +46,10 @@ class PartProfile:
             `integration/megatron/selective_recompute.py`; the rest stays or moves.
         selective_s: forward seconds for that; None: not possible.
         selective_extra_bytes: that this takes in backward beyond what it produces.
+        replayed_bytes: that it saves and that are neither kept nor moved, but computed again from
+            the others when backward needs them. All of them are there where it is recomputed.
+        replay_s: seconds in backward for that, unless it is recomputed.
+        replay_extra_bytes: of them, those that are in memory at a time.
     """
 
     name: str
@@ -60,6 +64,14 @@ class PartProfile:
     selective_s: float | None = None
     selective_extra_bytes: int = 0
     movable_input_bytes: int = 0
+    replayed_bytes: int = 0
+    replay_s: float = 0.0
+    replay_extra_bytes: int = 0
+
+    @property
+    def all_bytes(self) -> int:
+        """Bytes that forward saves, and that are there while it is recomputed."""
+        return self.movable_bytes + self.resident_bytes + self.replayed_bytes
 
 
 @dataclass(frozen=True)
@@ -70,7 +82,7 @@ class LayerProfile:
         chunk: model chunk of this stage, 0 without virtual pipelining.
         name: e.g. `decoder.7`, see `Scope.layer`.
         forward_s: its forward pass.
-        backward_s: its backward pass, without recomputation and waits.
+        backward_s: its backward pass, without recomputation, replays and waits.
         recompute_s: its forward again in backward; None: it cannot be recomputed.
         input_bytes: what it starts from when it is recomputed as a whole.
         parts: in the order of the forward pass.
@@ -90,6 +102,16 @@ class LayerProfile:
     def movable_bytes(self) -> int:
         """Bytes of all parts of the layer that a tier can take."""
         return sum(part.movable_bytes for part in self.parts)
+
+    @property
+    def replayed_bytes(self) -> int:
+        """Bytes of all parts of the layer that are computed again."""
+        return sum(part.replayed_bytes for part in self.parts)
+
+    @property
+    def replay_s(self) -> float:
+        """Seconds of backward for that."""
+        return sum(part.replay_s for part in self.parts)
 
 
 @dataclass(frozen=True)

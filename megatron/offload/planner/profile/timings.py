@@ -32,6 +32,9 @@ class PartTimings:
     selective_bytes: int = 0  # of the movable ones, those of its selective operations
     selective_extra_bytes: int = 0  # in backward, besides those
     selective: list[TimeSpan] = field(default_factory=list)  # when those ran
+    replayed_bytes: int = 0  # in storages that backward computes again from others
+    replay_extra_bytes: int = 0  # the largest of these
+    replays: list[TimeSpan] = field(default_factory=list)  # when it did
 
 
 @dataclass

@@ -5,6 +5,12 @@ Saved bytes follow Korthikanti et al., "Reducing Activation Recomputation in Lar
 Models" (arXiv 2205.05198), section 4, storage by storage instead of summed up, so that one rule
 holds for every element type, grouped queries and gated MLPs; `test_projection_bytes.py` compares
 them with what the engine moves. For one tensor-parallel rank and one micro-batch.
+
+Note [What replay spares]
+Norms, activation functions and the product of a gated unit are computed again of what they read,
+each with one pass over its operands and its result. A norm that computes in fp32 saves its input in
+fp32; with replay, the narrower input in its place. Nothing else of a layer is replayed: products of
+matrices, attention, rotated queries and keys of which the originals are not saved, dropout's masks.
 """
 
 from __future__ import annotations
@@ -26,10 +32,17 @@ INSIDE_MLP = ("activation input", "activated half", "linear half", "activation o
 
 
 class Saved(NamedTuple):
-    """A storage that a layer saves for backward."""
+    """A storage that a layer saves for backward.
+
+    Attributes:
+        replay_bytes: that replay reads and writes to compute it again; 0: it is not replayed.
+        only_for_replay: it is saved only so that others can be replayed.
+    """
 
     name: str
     num_bytes: int
+    replay_bytes: int = 0
+    only_for_replay: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,7 +50,7 @@ class Work:
     """What a forward pass through something computes, and what of it is saved.
 
     Attributes:
-        saved: storages, in the order in which they are made.
+        made: storages that are saved with replay or without, in the order in which they are made.
         matmul_flops: in matrix products with weights.
         attention_flops: in products of queries, keys and values.
         attention_backward: those of backward, as a multiple.
@@ -49,7 +62,7 @@ class Work:
     """
 
     name: str
-    saved: tuple[Saved, ...]
+    made: tuple[Saved, ...]
     matmul_flops: float
     memory_bytes: float
     sent_bytes: float = 0.0
@@ -58,6 +71,24 @@ class Work:
     repeated_flops: float = 0.0
     selective: tuple[str, ...] = ()
     selective_memory_bytes: float = 0.0
+
+    @property
+    def saved(self) -> tuple[Saved, ...]:
+        """What it saves without replay."""
+        return tuple(one for one in self.made if not one.only_for_replay)
+
+    def replayed(self, min_bytes: int) -> tuple[Saved, ...]:
+        """Of that, what replay computes again: no smaller storages."""
+        return tuple(one for one in self.saved if one.replay_bytes and one.num_bytes >= min_bytes)
+
+    def saved_with_replay(self, min_bytes: int) -> tuple[Saved, ...]:
+        """What it saves with replay."""
+        replayed = self.replayed(min_bytes)
+        return tuple(
+            one
+            for one in self.made
+            if one not in replayed and (replayed or not one.only_for_replay)
+        )
 
 
 def layer_work(model: Transformer, parallel: Parallelism) -> tuple[Work, Work]:
@@ -78,8 +109,7 @@ def head_work(model: Transformer, parallel: Parallelism) -> Work:
     return Work(
         "head",
         (
-            Saved("norm input", sizes.whole),
-            Saved("norm output", sizes.whole),
+            *_norm(model, sizes),
             Saved("logits", int(4 * logits)),
         ),
         matmul_flops=2 * logits * model.hidden_size,
@@ -118,10 +148,31 @@ class _Sizes:
 
 
 def _norm(model: Transformer, sizes: _Sizes) -> list[Saved]:
-    saved = [Saved("norm input", sizes.whole)]
+    whole = sizes.whole
+    output = Saved("norm output", whole, 2 * whole)
+    if model.eager and model.rms_norm:
+        wide = whole * 4 // sizes.element  # it computes in fp32
+        is_cast = wide > whole
+        copy = whole + wide if is_cast else 0
+        return [
+            Saved("norm input", whole, only_for_replay=is_cast),
+            *([Saved("norm input in fp32", wide, copy)] if is_cast else []),
+            Saved("normalized", whole, 2 * wide + copy),
+            output,
+        ]
+    saved = [Saved("norm input", whole)]
     if not model.fused_kernels and model.rms_norm:
-        saved.append(Saved("normalized", sizes.whole))  # before the weight
-    return [*saved, Saved("norm output", sizes.whole)]
+        saved.append(Saved("normalized", whole, 2 * whole))  # before the weight
+    return [*saved, output]
+
+
+def _norm_bytes(model: Transformer, sizes: _Sizes) -> int:
+    """Read and written by a norm: a cast, a square, its mean, two products and a cast."""
+    if not (model.eager and model.rms_norm):
+        return 2 * sizes.whole
+    wide = sizes.whole * 4 // sizes.element
+    casts = 2 * (sizes.whole + wide) if wide > sizes.whole else 0
+    return casts + 2 * wide + wide + 2 * wide + 2 * sizes.whole
 
 
 def _dropout(sizes: _Sizes) -> list[Saved]:
@@ -130,13 +181,19 @@ def _dropout(sizes: _Sizes) -> list[Saved]:
 
 def _attention(model: Transformer, sizes: _Sizes) -> Work:
     query, key = model.query_size, model.key_size
-    saved = [*_norm(model, sizes), Saved("queries, keys, values", sizes.divided(query + 2 * key))]
+    saved = _norm(model, sizes)
+    if not model.eager:
+        saved.append(Saved("queries, keys, values", sizes.divided(query + 2 * key)))
+    elif not model.rope:
+        saved += [Saved("queries", sizes.divided(query)), Saved("keys", sizes.divided(key))]
     if model.rope:
         saved.append(Saved("rotated queries", sizes.divided(query)))
         saved.append(Saved("rotated keys", sizes.divided(key)))
-        if not model.fused_kernels:
+        if not model.fused_kernels and not model.eager:  # there layers share them
             table = model.seq_length * model.head_size * sizes.element
             saved.extend([Saved("rotation", table)] * 4)  # cosine and sine, for each of the two
+    if model.eager:
+        saved.append(Saved("values", sizes.divided(key)))
     scores, memory = _scores(model, sizes)
     saved.extend(scores)
     saved.append(Saved("attention output", sizes.divided(query)))
@@ -147,7 +204,9 @@ def _attention(model: Transformer, sizes: _Sizes) -> Work:
     # Flash attention skips what a causal mask hides; products of whole matrices do not.
     seen = 0.5 if model.causal and model.flash_attention else 1.0
     products = 4 * sizes.tokens * model.seq_length * query * seen / sizes.tensor
-    memory += 5 * sizes.whole + (2 * sizes.divided(query + key) if model.rope else 0)
+    # Eager: two products, a turned copy and a sum.
+    rotation = (9 if model.eager else 2) * sizes.divided(query + key) if model.rope else 0
+    memory += 3 * sizes.whole + _norm_bytes(model, sizes) + rotation
     repeats = model.selective_recompute and not model.flash_attention
     return Work(
         "attention",
@@ -178,11 +237,18 @@ def _scores(model: Transformer, sizes: _Sizes) -> tuple[list[Saved], float]:
 def _mlp(model: Transformer, sizes: _Sizes) -> Work:
     halves = 2 if model.gated else 1
     inside = sizes.divided(model.ffn_size)
-    saved = [*_norm(model, sizes), Saved("activation input", halves * inside)]
-    if model.gated and not model.fused_kernels:
-        saved.append(Saved("activated half", inside))
-        saved.append(Saved("linear half", inside))
-    saved.append(Saved("activation output", inside))
+    saved = _norm(model, sizes)
+    in_halves = model.gated and (model.eager or not model.fused_kernels)
+    if in_halves and model.eager:
+        saved += [Saved("activation input", inside), Saved("linear half", inside)]
+    else:
+        saved.append(Saved("activation input", halves * inside))
+    if in_halves:
+        saved.append(Saved("activated half", inside, 2 * inside))
+        if not model.eager:
+            saved.append(Saved("linear half", inside))
+    passes = (2 if in_halves else halves) + 1
+    saved.append(Saved("activation output", inside, passes * inside))
     saved.extend(_dropout(sizes))
     return Work(
         "mlp",
@@ -193,8 +259,10 @@ def _mlp(model: Transformer, sizes: _Sizes) -> Work:
         * (1 + halves)
         * model.ffn_size
         / sizes.tensor,
-        memory_bytes=5 * sizes.whole + (halves + 1) * inside,
+        memory_bytes=3 * sizes.whole
+        + _norm_bytes(model, sizes)
+        + (passes + 2 * in_halves) * inside,
         sent_bytes=sizes.collective,
-        selective=INSIDE_MLP[1:],
+        selective=("activated half", "activation output") if model.eager else INSIDE_MLP[1:],
         selective_memory_bytes=(halves + 1) * inside,
     )

@@ -29,6 +29,8 @@ class Transformer:
         selective_recompute: without flash attention: those tensors are made again in backward.
         fused_kernels: activation function, dropout and norms in kernels that save only their
             inputs and a mask of one byte, as on a GPU. False: as plain torch on a CPU.
+        eager: an operation of torch for each line of Python, as in the models of transformers:
+            norms compute in fp32, and queries, keys and values have matrices of their own.
     """
 
     num_layers: int
@@ -50,6 +52,7 @@ class Transformer:
     flash_attention: bool = True
     selective_recompute: bool = False
     fused_kernels: bool = True
+    eager: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in ELEMENT_BYTES:

@@ -18,6 +18,7 @@ from megatron.offload.planner.profile.stage_profile import LayerProfile, PartPro
 from megatron.offload.planner.projection.hardware import Hardware
 from megatron.offload.planner.projection.layer import (
     MATMUL_BACKWARD,
+    Saved,
     Work,
     embedding_work,
     head_work,
@@ -45,6 +46,7 @@ class Projection:
         distributed_optimizer: its states are divided among data-parallel ranks.
         min_bytes: smaller storages stay in device memory.
         inflight_bytes: see `StageProfile`; None: the default of a run.
+        replay: what is a cheap function of other saved bytes is computed again in backward.
         states_on: `off`, or the tier that optimizer states and main weights are on.
         states_window_bytes: of them that are in host memory nevertheless, and do not move.
     """
@@ -56,6 +58,7 @@ class Projection:
     distributed_optimizer: bool = False
     min_bytes: int = MIB
     inflight_bytes: int | None = None
+    replay: bool = False
     states_on: str = "off"
     states_window_bytes: int = DEFAULT_WINDOW_BYTES
 
@@ -112,6 +115,20 @@ class Projection:
         gpu = self.hardware.gpu
         return work.selective_memory_bytes / (gpu.memory_bytes_per_s * gpu.assumed.memory)
 
+    def saved(self, work: Work) -> tuple[Saved, ...]:
+        """Storages that forward keeps of it for backward."""
+        return work.saved_with_replay(self.min_bytes) if self.replay else work.saved
+
+    def replayed(self, work: Work) -> tuple[Saved, ...]:
+        """Storages that backward computes again of these."""
+        return work.replayed(self.min_bytes) if self.replay else ()
+
+    def replay_s(self, work: Work) -> float:
+        """Seconds of backward for that: what is read and written, at memory's rate."""
+        gpu = self.hardware.gpu
+        moved = sum(one.replay_bytes for one in self.replayed(work))
+        return moved / (gpu.memory_bytes_per_s * gpu.assumed.memory)
+
     def _seconds(self, matmul: float, attention: float, work: Work, passes: int = 1) -> float:
         gpu = self.hardware.gpu
         peak = gpu.peak_flops(self.model.dtype)
@@ -145,11 +162,11 @@ def project(of: Projection) -> StageProfile:
         tiers=of.hardware.tiers(),
         before_s=_where(first, of.forward_s(embedding)),
         after_s=_where(last, of.forward_s(head)),
-        backward_before_s=_where(last, of.backward_s(head)),
+        backward_before_s=_where(last, of.backward_s(head) + of.replay_s(head)),
         backward_after_s=_where(first, of.backward_s(embedding)),
         step_fixed_s=_optimizer_s(of),
         pass_fixed_bytes=tuple(
-            int(is_first) * _bytes(embedding) + int(is_last) * _bytes(head)
+            int(is_first) * _bytes(of, embedding) + int(is_last) * _bytes(of, head)
             for is_first, is_last in zip(first, last, strict=True)
         ),
         transient_bytes=_transient_bytes(of, any(last)),
@@ -226,13 +243,14 @@ def _layer(of: Projection) -> LayerProfile:
 def _part(
     of: Projection, work: Work, produced_s: float, first_use_s: float, input_bytes: int
 ) -> PartProfile:
-    large = [one for one in work.saved if one.num_bytes >= of.min_bytes]
+    large = [one for one in of.saved(work) if one.num_bytes >= of.min_bytes]
+    replayed = [one.num_bytes for one in of.replayed(work)]
     moved = [one.num_bytes for one in large]
     selective = [one.num_bytes for one in large if one.name in work.selective]
     return PartProfile(
         name=work.name,
         movable_bytes=sum(moved),
-        resident_bytes=_bytes(work) - sum(moved),
+        resident_bytes=_bytes(of, work) - sum(moved),
         num_storages=len(moved),
         produced_s=produced_s,
         first_use_s=first_use_s,
@@ -242,6 +260,11 @@ def _part(
         selective_s=of.selective_s(work) if selective else None,
         selective_extra_bytes=max(selective, default=0),  # the result, once more
         movable_input_bytes=_movable(of, input_bytes),
+        replayed_bytes=sum(replayed),
+        replay_s=of.replay_s(work),
+        # A norm's come one after the other, of which the last is made of the one before it; so do
+        # the activation function's result and the product with it.
+        replay_extra_bytes=sum(sorted(replayed)[-2:]),
     )
 
 
@@ -269,8 +292,8 @@ def _optimizer_s(of: Projection) -> float:
     return traffic / (gpu.memory_bytes_per_s * gpu.assumed.memory)
 
 
-def _bytes(work: Work) -> int:
-    return sum(one.num_bytes for one in work.saved)
+def _bytes(of: Projection, work: Work) -> int:
+    return sum(one.num_bytes for one in of.saved(work))
 
 
 def _where(there: Iterable[bool], seconds: float) -> tuple[float, ...]:
@@ -279,10 +302,11 @@ def _where(there: Iterable[bool], seconds: float) -> tuple[float, ...]:
 
 def _transient_bytes(of: Projection, has_head: bool) -> int:
     """The largest gradients that exist at once: around the activation function, or the logits'."""
-    mlp = {one.name: one.num_bytes for one in layer_work(of.model, of.parallel)[1].saved}
+    mlp = {one.name: one.num_bytes for one in layer_work(of.model, of.parallel)[1].made}
     states = 2 * layer_input_bytes(of.model, of.parallel)
-    largest = mlp["activation input"] + mlp["activation output"] + states
+    halves = mlp["activation input"] + of.model.eager * mlp.get("linear half", 0)
+    largest = halves + mlp["activation output"] + states
     if has_head:
-        logits = head_work(of.model, of.parallel).saved[-1].num_bytes
+        logits = head_work(of.model, of.parallel).made[-1].num_bytes
         largest = max(largest, logits + states)
     return largest

@@ -100,7 +100,8 @@ class StreamedProjection:
         units = [UnitWork(0, 0.0, 0.0)] * (unit_of[layers[-1]] + 1)
         for number, layer in enumerate(profile.layers):
             kept, moved = self._activations(layer)
-            backward_s = layer.backward_s + (layer.recompute_s or 0.0) * self.recomputes
+            again_s = (layer.recompute_s or 0.0) if self.recomputes else layer.replay_s
+            backward_s = layer.backward_s + again_s
             leaving = gradient_bytes * (self.gradients_leave and layer_major)
             work = UnitWork(parameter_bytes, layer.forward_s, backward_s, kept, moved, leaving)
             units[unit_of[number]] = _sum(units[unit_of[number]], work)

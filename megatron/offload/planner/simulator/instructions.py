@@ -26,6 +26,7 @@ COMPUTE, RECOMPUTE = 0, 1  # layer (-1: outside), seconds
 MEMORY, MEMORY_AGAIN = 2, 3
 HAND_OVER, USE, DROP = 4, 5, 6  # piece
 BEGIN_LAYER = 7  # in forward
+MEMORY_REPLAYED = 8  # layer, bytes more (or fewer) that backward has computed again from others
 
 # One of a pass; where: layer or piece (counted from the pass's first); amount: seconds or bytes.
 INSTRUCTION = np.dtype([("kind", np.int64), ("where", np.int64), ("amount", np.float64)])
@@ -144,7 +145,9 @@ def pass_seconds(stage: StageArrays, choices: Ints) -> tuple[Floats, Floats]:
                     break
                 if choices[part] % SELECTIVE_OFFSET == RECOMPUTE_PART:
                     backward_s[chunk] += stage.parts[part].recompute_s
-                elif _is_selective(choices[part]):
+                    continue
+                backward_s[chunk] += stage.parts[part].replay_s
+                if _is_selective(choices[part]):
                     backward_s[chunk] += stage.parts[part].selective_s
     return forward_s, backward_s
 
@@ -163,7 +166,7 @@ def instructions_of(stage: StageArrays, choices: Ints) -> tuple[Rows, Ints]:
     chunks, layers = stage.chunks.shape[0], stage.layers.shape[0]
     most = 12 * chunks + 15 * layers
     for part in range(choices.shape[0]):
-        most += 10 + 4 * stage.parts[part].num_pieces
+        most += 13 + 5 * stage.parts[part].num_pieces
     instructions = np.zeros(most, INSTRUCTION)
     begins = np.zeros(2 * chunks + 1, np.int64)
     at = 0
@@ -192,7 +195,7 @@ def instructions_of(stage: StageArrays, choices: Ints) -> tuple[Rows, Ints]:
 @compiled
 def _add(instructions: Rows, at: int, kind: int, where: int, amount: float) -> int:
     """Appends an instruction, unless it would do nothing."""
-    if kind <= MEMORY_AGAIN and amount == 0:
+    if amount == 0 and (kind <= MEMORY_AGAIN or kind == MEMORY_REPLAYED):
         return at
     row = instructions[at]
     row.kind, row.where, row.amount = kind, where, amount
@@ -294,7 +297,7 @@ def _backward(
         number = _num_pieces(stage, choices[first], layer, first)
         if number:
             at = _add(instructions, at, USE, piece - 1, 0.0)
-        size = parts.movable_bytes.sum() + parts.resident_bytes.sum()
+        size = parts.movable_bytes.sum() + parts.resident_bytes.sum() + parts.replayed_bytes.sum()
         at = _add(instructions, at, MEMORY_AGAIN, layer, size)
         at = _add(instructions, at, RECOMPUTE, layer, row.recompute_s)
         at = _add(instructions, at, COMPUTE, layer, row.backward_s)
@@ -314,15 +317,17 @@ def _backward(
         if choice % SELECTIVE_OFFSET == RECOMPUTE_PART:
             if pieces:
                 at = _add(instructions, at, USE, piece - 1, 0.0)
-            again = part.movable_bytes - part.input_bytes
+            again = part.movable_bytes + part.replayed_bytes - part.input_bytes
             at = _add(instructions, at, MEMORY_AGAIN, layer, again)
             at = _add(instructions, at, RECOMPUTE, layer, part.recompute_s)
             at = _add(instructions, at, COMPUTE, layer, until - now)
             if pieces:
                 piece -= 1
                 at = _add(instructions, at, DROP, piece, 0.0)
-            freed += part.movable_bytes - _moved_input_bytes(stage, choice, layer, first + number)
+            freed += part.movable_bytes + part.replayed_bytes
+            freed -= _moved_input_bytes(stage, choice, layer, first + number)
         else:
+            at = _add(instructions, at, MEMORY_REPLAYED, layer, part.replay_extra_bytes)
             if _is_selective(choice):
                 again = part.selective_bytes + part.selective_extra_bytes
                 at = _add(instructions, at, MEMORY_AGAIN, layer, again)
@@ -331,13 +336,16 @@ def _backward(
             if pieces:
                 freed += part.movable_bytes - _saved_bytes(part, choice)
             else:
+                at = _add(instructions, at, RECOMPUTE, layer, part.replay_s)
                 at = _add(instructions, at, COMPUTE, layer, until - now)
                 freed += part.movable_bytes
             for _ in range(pieces):
                 piece -= 1
                 at = _add(instructions, at, USE, piece, 0.0)
+                at = _add(instructions, at, RECOMPUTE, layer, part.replay_s / pieces)
                 at = _add(instructions, at, COMPUTE, layer, (until - now) / pieces)
                 at = _add(instructions, at, DROP, piece, 0.0)
+            at = _add(instructions, at, MEMORY_REPLAYED, layer, -part.replay_extra_bytes)
         at = _add(instructions, at, MEMORY_AGAIN, layer, -again)
         at = _add(instructions, at, MEMORY, layer, again - freed)
         now = until

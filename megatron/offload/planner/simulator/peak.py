@@ -16,6 +16,7 @@ from megatron.offload.activations.stats.memory_parts import (
     AHEAD,
     PARTS,
     RECOMPUTED,
+    REPLAYED,
     REST,
     USED,
     WRITING,
@@ -31,6 +32,7 @@ _PARTS = {
     rows.READ_AHEAD: AHEAD,
     rows.IN_USE: USED,
     rows.RECOMPUTED: RECOMPUTED,
+    rows.REPLAYED: REPLAYED,
 }
 
 

@@ -117,7 +117,7 @@ LOG = np.dtype(
 # Kinds of rows in the log. From `LEVEL` on of memory: all of it, with the layer that has changed
 # it, and by how many bytes more (or fewer, below 0) of a layer are on their way, and so on.
 FORWARD, BACKWARD, RECOMPUTE, WAIT_FOR_READ, WAIT_FOR_ROOM, WRITE, READ_BACK, LEVEL = range(8)
-BEING_WRITTEN, READ_AHEAD, IN_USE, RECOMPUTED = range(8, 12)
+BEING_WRITTEN, READ_AHEAD, IN_USE, RECOMPUTED, REPLAYED = range(8, 13)
 
 NO_PIECE = -1
 

@@ -18,6 +18,7 @@ from megatron.offload.planner.simulator.instructions import (
     HAND_OVER,
     MEMORY,
     MEMORY_AGAIN,
+    MEMORY_REPLAYED,
     RECOMPUTE,
     USE,
     instructions_of,
@@ -292,6 +293,9 @@ def _do(
         rows.change_memory(state, log, amount, where)
     elif kind == MEMORY_AGAIN:
         rows.note(state, log, rows.RECOMPUTED, state.now_s, amount, where)
+        rows.change_memory(state, log, amount, where)
+    elif kind == MEMORY_REPLAYED:
+        rows.note(state, log, rows.REPLAYED, state.now_s, amount, where)
         rows.change_memory(state, log, amount, where)
     elif kind == RECOMPUTE:
         state.recomputed_s += amount

@@ -39,7 +39,7 @@ class LayerOption:
 
     resident: float
     live: float  # all bytes, while it is computed
-    recompute_s: float
+    recompute_s: float  # beyond what a step takes that keeps everything, which replays as well
     moved: Floats  # by tier
 
 
@@ -68,18 +68,17 @@ def option_of(layer: LayerProfile, place: Place, num_tiers: int) -> LayerOption:
         stays -= of.movable_input_bytes
         moved[choice // INPUT_OFFSET - 1] += of.movable_input_bytes
     if place.part == ALL:
-        live = float(sum(part.movable_bytes + part.resident_bytes for part in layer.parts))
-        live += layer.input_bytes
-        return LayerOption(stays, live, layer.recompute_s or 0.0, moved)
+        live = float(sum(part.all_bytes for part in layer.parts)) + layer.input_bytes
+        return LayerOption(stays, live, (layer.recompute_s or 0.0) - layer.replay_s, moved)
     part = layer.parts[place.part]
-    everything = float(part.movable_bytes + part.resident_bytes)
     if choice % SELECTIVE_OFFSET == RECOMPUTE_PART:
         resident = float(part.resident_bytes + stays)
         # While backward runs through the parts after it, nothing of it is there.
         is_last = place.part == len(layer.parts) - 1
-        live = everything if is_last else resident
-        return LayerOption(resident, live, part.recompute_s or 0.0, moved)
+        live = float(part.all_bytes) if is_last else resident
+        return LayerOption(resident, live, (part.recompute_s or 0.0) - part.replay_s, moved)
     resident, size = float(part.resident_bytes), float(part.movable_bytes)
+    everything = resident + size + part.replay_extra_bytes
     if is_selective(choice):
         size -= part.selective_bytes
     if choice % SELECTIVE_OFFSET == KEEP:

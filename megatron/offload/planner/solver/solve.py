@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from megatron.offload.activations.placement.plan import Plan
 from megatron.offload.errors import PREFIX, ConfigurationError, InfeasibleBudgetError
+from megatron.offload.planner.profile.produced import replay_in_words
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.simulator.arrays import Ints
 from megatron.offload.planner.simulator.instructions import (
@@ -141,12 +142,13 @@ class _Solution:
         budget = math.inf if self._budget_bytes is None else self._budget_bytes
         reasons = Reasons(self._timeline, chosen, budget).of_parts()
         fastest = self._whole.cost(self._choices.all(KEEP))
+        replay = replay_in_words(self._profile.layers)
         return replace(
             self._choices.plan(chosen, reasons),
             goal=self._goal_in_words(),
             predicted=prediction_of(cost),
             fastest=prediction_of(fastest),
-            notes=(f"{self._search.num_tried} plans were simulated",),
+            notes=(f"{self._search.num_tried} plans were simulated", *([replay] if replay else [])),
         )
 
     def _solve(self) -> tuple[Ints, Cost]:
