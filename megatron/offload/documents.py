@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that others have written, people among them: `reading`, `load_json`, `each_line`.
+"""Files that others have written, people among them: `reading`, `from_json`, `each_line`.
 
 Whatever is wrong with such a file ends in one sentence: that it is cut short, binary, nested
 deeply, or has other names, types and numbers than expected. Every reader in the package and in the
@@ -85,17 +85,6 @@ def from_json(text: str | bytes, **options: Any) -> Any:
     if isinstance(text, bytes):
         text = text.decode()
     return json.loads(text, parse_int=_whole_number, **options)
-
-
-def load_json(path: Path, what: str, advice: str) -> Any:
-    """What a file of JSON says; arguments are those of `each_line`.
-
-    Raises:
-        ConfigurationError: it says nothing.
-        OSError: the file cannot be read.
-    """
-    with reading(f"{path} is not {what}", advice):
-        return from_json(path.read_bytes())
 
 
 def _whole_number(digits: str) -> int:

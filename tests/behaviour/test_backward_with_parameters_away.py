@@ -54,6 +54,15 @@ def test_an_optimizer_may_step_within_the_backward_pass(
     assert all(map(torch.equal, found, expected))
 
 
+def assert_gradients_of(model: Net, number: int) -> None:
+    """The model has the gradients of this batch, as they are without offload."""
+    found = [one.grad for one in model.parameters()]
+    model.zero_grad()
+    model(batch(number)).backward()
+    for one, param in zip(found, model.parameters(), strict=True):
+        assert one is not None and param.grad is not None and torch.equal(one, param.grad)
+
+
 def test_gradients_of_gradients_are_refused(tmp_path: Path) -> None:
     model = Net()
     with offload_parameters(model, tmp_path):
@@ -61,11 +70,7 @@ def test_gradients_of_gradients_are_refused(tmp_path: Path) -> None:
         with pytest.raises(OffloadError, match="keep parameters in memory: close"):
             torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
         model(batch(1)).backward()  # what comes after it has the right gradients
-    found = [one.grad for one in model.parameters()]
-    model.zero_grad()
-    model(batch(1)).backward()
-    for one, param in zip(found, model.parameters(), strict=True):
-        assert one is not None and param.grad is not None and torch.equal(one, param.grad)
+    assert_gradients_of(model, 1)
 
 
 def test_a_graph_outlives_the_handle(tmp_path: Path) -> None:
@@ -74,11 +79,7 @@ def test_a_graph_outlives_the_handle(tmp_path: Path) -> None:
     loss = model(batch(0))
     handle.close()
     loss.backward()
-    found = [one.grad for one in model.parameters()]
-    model.zero_grad()
-    model(batch(0)).backward()
-    for one, param in zip(found, model.parameters(), strict=True):
-        assert one is not None and param.grad is not None and torch.equal(one, param.grad)
+    assert_gradients_of(model, 0)
 
 
 def test_a_graph_does_not_outlive_parameters_that_were_not_brought_back(tmp_path: Path) -> None:

@@ -299,6 +299,19 @@ def assert_over(trained: Trained) -> None:
             go_on()
 
 
+def assert_goes_on_from(saved: Any, trained: Trained, expected: Trained) -> None:
+    """Loads a checkpoint of the steps that `expected` has taken, and both take the same ones."""
+    with torch.no_grad():
+        for param, value in zip(trained.model.parameters(), saved[1], strict=True):
+            param.copy_(value)
+    trained.optimizer.load_state_dict(saved[2])
+    trained.optimizer.zero_grad()
+    for one in (trained, expected):
+        one._generator.manual_seed(9)
+        one.losses.clear()
+    assert same(trained.train(3).result, expected.train(3).result)
+
+
 def test_a_read_that_fails_once_changes_nothing(
     offloaded: Callable[..., Trained],
     break_reads: Callable[[int], None],
@@ -399,15 +412,7 @@ def test_a_lost_state_is_replaced_by_a_checkpoint(
         trained.optimizer.load_state_dict({**saved[2], "param_groups": groups * 2})
     with pytest.raises((LostStateError, InterruptedStepError)):  # it has replaced nothing
         trained.optimizer.state_dict()
-    with torch.no_grad():
-        for param, value in zip(trained.model.parameters(), saved[1], strict=True):
-            param.copy_(value)
-    trained.optimizer.load_state_dict(saved[2])
-    trained.optimizer.zero_grad()
-    for one in (trained, expected):
-        one._generator.manual_seed(9)
-        one.losses.clear()
-    assert same(trained.train(3).result, expected.train(3).result)
+    assert_goes_on_from(saved, trained, expected)
     assert trained.handle is not None
     trained.handle.close()
 
@@ -543,15 +548,7 @@ def test_after_an_interrupted_step_a_checkpoint_can_be_loaded(interrupted: Train
     InterruptedAdamW.interrupts_at = list(interrupted.model.parameters())[6]
     with pytest.raises(KeyboardInterrupt):
         interrupted.train(1)
-    with torch.no_grad():
-        for param, value in zip(interrupted.model.parameters(), saved[1], strict=True):
-            param.copy_(value)
-    interrupted.optimizer.load_state_dict(saved[2])
-    interrupted.optimizer.zero_grad()
-    for one in (interrupted, expected):
-        one._generator.manual_seed(9)
-        one.losses.clear()
-    assert same(interrupted.train(3).result, expected.train(3).result)
+    assert_goes_on_from(saved, interrupted, expected)
 
 
 def test_a_step_that_fails_before_its_first_update_can_be_taken_again(

@@ -7,7 +7,6 @@ As scripts have them; no recipe knows of a handle.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import io
 import pickle
@@ -30,6 +29,7 @@ from megatron.offload.integration.torch.parameter_offload import ParameterOffloa
 from megatron.offload.moving.storage import Where
 from tests.behaviour.test_parameters_that_others_write import LAYERS, SMALL, Net, batch
 from tests.support.beneath import beneath
+from tests.support.copies import COPIES
 from tests.support.training import moving
 
 STEPS = 3
@@ -276,18 +276,7 @@ def offloaded(tmp_path: Path) -> tuple[Net, ParameterOffload]:
     return model, handle
 
 
-def _pickled(model: Any) -> Any:
-    return pickle.loads(pickle.dumps(model))
-
-
-def _saved(model: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("copied", [_pickled, _saved, copy.deepcopy])
+@pytest.mark.parametrize("copied", COPIES)
 @pytest.mark.parametrize("of_layer", [False, True], ids=["model", "layer"])
 def test_a_copy_is_whole_and_another_model(
     copied: Callable[[Any], Any], of_layer: bool, offloaded: tuple[Net, ParameterOffload]
@@ -307,7 +296,7 @@ def test_a_copy_is_whole_and_another_model(
     handle.close()
 
 
-@pytest.mark.parametrize("copied", [_pickled, _saved, copy.deepcopy])
+@pytest.mark.parametrize("copied", COPIES)
 def test_a_model_with_all_doors_is_copied(copied: Callable[[Any], Any], tmp_path: Path) -> None:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -4,9 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import io
-import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ from megatron.offload import (
     offload_parameters,
 )
 from tests.behaviour.test_parameters_that_others_write import Net, batch
+from tests.support.copies import COPIES
 from tests.support.same_training import digest
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -283,18 +281,7 @@ def test_a_layer_major_step_under_autocast_has_the_same_bits(
         assert run(door) == expected, door
 
 
-def pickled(model: Any) -> Any:
-    return pickle.loads(pickle.dumps(model))
-
-
-def saved(model: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("copied", [pickled, saved, copy.deepcopy])
+@pytest.mark.parametrize("copied", COPIES)
 @pytest.mark.parametrize("method", ["", "LoRA"], ids=["model", "adapter"])
 def test_a_copy_with_every_door_is_whole_and_another_model(
     copied: Callable[[Any], Any], method: str, tmp_path: Path

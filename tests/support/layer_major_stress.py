@@ -11,7 +11,6 @@ times, also with wrong waits (`ordering_mistakes.py`).
 from __future__ import annotations
 
 import functools
-import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,16 +28,14 @@ from megatron.offload.tiers import ssd as ssd_tier
 from megatron.offload.tiers.staging import StagingPool
 from tests.support.lag.module import LagModule
 from tests.support.lag.platform import LagPlatform
-from tests.support.ordering_stress import Outcome
+from tests.support.ordering_stress import DEVICE, Outcome, outcome_of
 from tests.support.training import Stack, moving
 
-DEVICE = "lag:1"  # not that on which new threads stand
 _HIDDEN, _NUM_LAYERS, _MICRO_BATCHES = 32, 4, 4
 _PIECE_BYTES = 4 << 10  # of staging buffers: large storages take several
 _ALONE_BYTES = 1 << 12  # a gradient that is as large is a piece by itself; others are packed
 _LATE_S = 0.004
 _UNASKED_S = 0.1  # without a wait for it: longer than a host is slow
-_POISONED = 1e9
 # What is held back in a step, the first of which counts random numbers.
 _STEPS = ("nothing", "compute", "reads", "writes", "uses")
 _SETTLED = ("reads", "uses")  # in these, what is written has left the device when a layer runs
@@ -81,24 +78,16 @@ class LayerMajorStress:
             seed: of the delays.
         """
         pool = functools.partial(StagingPool, piece_bytes=_PIECE_BYTES)
-        try:
-            with (
-                mock.patch.object(ssd_tier, "StagingPool", pool),
-                mock.patch.object(gradients_file, "ALONE_BYTES", _ALONE_BYTES),
-                self._lag.device(DEVICE),
-            ):
-                ours, moved_bytes = self._train(LAYER_MAJOR_MODES[mode], random.Random(seed))
-        except Exception as error:  # whatever the wrong bytes led to
-            return Outcome(f"{type(error).__name__}: {error}".splitlines()[0])
-        finally:
-            self._lag.reset()
-            for index in range(self._lag.device_count()):
-                self._lag.synchronize(index)
-        for place, (mine, theirs) in enumerate(zip(ours, self._expected, strict=True)):
-            if not torch.equal(mine, theirs):
-                what = "poison" if _is_poisoned(mine) else "wrong bits"
-                return Outcome(f"{what} in step {len(_STEPS)}, result {place}")
-        return Outcome("", moved_bytes)
+        with (
+            mock.patch.object(ssd_tier, "StagingPool", pool),
+            mock.patch.object(gradients_file, "ALONE_BYTES", _ALONE_BYTES),
+        ):
+            return outcome_of(
+                self._lag,
+                lambda: self._train(LAYER_MAJOR_MODES[mode], random.Random(seed)),
+                self._expected,
+                len(_STEPS),
+            )
 
     def _train(
         self, moved: dict[str, dict[str, Any]], chance: random.Random | None
@@ -186,8 +175,3 @@ class _Lateness:
         window = self.parameters.window if self.parameters is not None else None
         if window is not None:
             yield window.device
-
-
-def _is_poisoned(tensor: torch.Tensor) -> bool:
-    largest = float(tensor.abs().max())
-    return not math.isfinite(largest) or largest > _POISONED

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import math
 import random
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +106,31 @@ class Outcome:
     forwarded_bytes: int = 0
 
 
+def outcome_of(
+    lag: LagModule,
+    train: Callable[[], tuple[Sequence[torch.Tensor], int]],
+    expected: Sequence[torch.Tensor],
+    num_steps: int,
+) -> Outcome:
+    """How a training compares with one without any delay; its device is as before after it.
+
+    Args:
+        lag: `torch.lag`.
+        train: some steps; gives results in host memory, and how many bytes moved.
+        expected: these results.
+        num_steps: of the training.
+    """
+    try:
+        with lag.device(DEVICE):
+            ours, moved_bytes = train()
+    except Exception as error:  # whatever the wrong bytes led to
+        return Outcome(_line_of(error))
+    finally:
+        lag.reset()
+        _settle_all(lag)
+    return Outcome(_difference(ours, expected, num_steps), moved_bytes)
+
+
 class OrderingStress:
     """The model, and its results without offload and without any delay.
 
@@ -155,18 +181,13 @@ class OrderingStress:
                 try:
                     found = self._train(engine, random.Random(seed), device)
                 except Exception as error:  # whatever the wrong bytes led to
-                    found = f"{type(error).__name__}: {error}".splitlines()[0]
+                    found = _line_of(error)
                 counted = engine.statistics
             finally:
                 self._lag.reset()
-                self._settle_all()
+                _settle_all(self._lag)
                 engine.close()
         return Outcome(found, counted.offloaded_bytes, counted.forwarded_bytes)
-
-    def _settle_all(self) -> None:
-        """What failed on the device is said by now, and belongs to this run."""
-        for index in range(self._lag.device_count()):
-            self._lag.synchronize(index)
 
     def _train(
         self, engine: OffloadEngine | None, chance: random.Random, device: Any = None
@@ -177,10 +198,8 @@ class OrderingStress:
             kernel_us, copy_us = _DELAYS[number]
             self._lag.set_delays(kernel_us, copy_us, seed=chance.randrange(1 << 30))
             ours = self._step(engine, lateness)
-            for place, (mine, theirs) in enumerate(zip(ours, expected, strict=True)):
-                if not torch.equal(mine, theirs):
-                    what = "poison" if _is_poisoned(mine) else "wrong bits"
-                    return f"{what} in step {number}, result {place}"
+            if found := _difference(ours, expected, number):
+                return found
         return ""
 
     def _step(self, engine: OffloadEngine | None, lateness: _Lateness | None) -> Results:
@@ -263,6 +282,25 @@ class _Lateness:
             assert engine.wait_for_writes(30), "writes did not end"
         elif self._num_backward == 2:
             assert engine.writer.wait_for_writes(30), "writes did not end"
+
+
+def _line_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _settle_all(lag: LagModule) -> None:
+    """What failed on the device is said by now, and belongs to this run."""
+    for index in range(lag.device_count()):
+        lag.synchronize(index)
+
+
+def _difference(ours: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], step: int) -> str:
+    """What is wrong with results, in a few words."""
+    for place, (mine, theirs) in enumerate(zip(ours, expected, strict=True)):
+        if not torch.equal(mine, theirs):
+            what = "poison" if _is_poisoned(mine) else "wrong bits"
+            return f"{what} in step {step}, result {place}"
+    return ""
 
 
 def _is_poisoned(tensor: torch.Tensor) -> bool:

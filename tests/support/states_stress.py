@@ -11,7 +11,6 @@ do; not where the step is on the host, for torch lets no parameter of this devic
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,15 +26,13 @@ from megatron.offload.sizes import MIB
 from megatron.offload.states.config import StatesConfig
 from tests.support.lag.module import LagModule
 from tests.support.lag.platform import LagPlatform
-from tests.support.ordering_stress import Outcome
+from tests.support.ordering_stress import DEVICE, Outcome, outcome_of
 
-DEVICE = "lag:1"
 _WIDTH, _NUM_LAYERS, _NUM_STEPS = 64, 5, 4
 _LAYER_BYTES = 2 * 4 * _WIDTH * (_WIDTH + 1)  # of Adam's states
 _LATE_S = 0.06
 _UNASKED_S = 0.3  # without a wait for it: longer than a host is slow
 _DELAYS = ((60, 300), (600, 10))  # microseconds of a kernel and of a copy, at most, in turn
-_POISONED = 1e9
 
 STATES_MODES: dict[str, dict[str, Any]] = {
     "states, ssd": {"mode": "ssd", "window_bytes": 2 * _LAYER_BYTES},
@@ -58,7 +55,7 @@ class StatesStress:
         torch.manual_seed(3)
         self._inputs = torch.randn(8, _WIDTH).to(DEVICE)
         with lag.device(DEVICE):
-            self._expected = self._train(None, None)
+            self._expected, _ = self._train(None, None)
 
     def run(self, mode: str, seed: int) -> Outcome:
         """Some steps of training with new delays; what is wrong, in a few words.
@@ -69,25 +66,14 @@ class StatesStress:
         """
         settings = {"directories": (self._directory,), "bucket_bytes": _LAYER_BYTES}
         config = StatesConfig.from_settings({**settings, **STATES_MODES[mode]})
-        try:
-            with self._lag.device(DEVICE):
-                ours = self._train(config, random.Random(seed))
-        except Exception as error:  # whatever the wrong bytes led to
-            return Outcome(f"{type(error).__name__}: {error}".splitlines()[0])
-        finally:
-            self._lag.reset()
-            for index in range(self._lag.device_count()):
-                self._lag.synchronize(index)
-        for place, (mine, theirs) in enumerate(zip(ours, self._expected, strict=True)):
-            if not torch.equal(mine, theirs):
-                what = "poison" if _is_poisoned(mine) else "wrong bits"
-                return Outcome(f"{what} in step {_NUM_STEPS}, result {place}")
-        return Outcome("", self._moved_bytes)
+        return outcome_of(
+            self._lag, lambda: self._train(config, random.Random(seed)), self._expected, _NUM_STEPS
+        )
 
     def _train(
         self, config: StatesConfig | None, chance: random.Random | None
-    ) -> Sequence[torch.Tensor]:
-        """Losses, weights and states, in host memory."""
+    ) -> tuple[list[torch.Tensor], int]:
+        """Losses, weights and states, in host memory, and the bytes that moved."""
         torch.manual_seed(4)
         layers = [torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(_NUM_LAYERS)]
         model = torch.nn.Sequential(*layers).to(DEVICE)
@@ -97,7 +83,7 @@ class StatesStress:
         # The kernel that a step on the host takes too.
         optimizer = torch.optim.AdamW([main, *others], lr=1e-2, fused=True)
         fill = layers[0].weight.detach().copy_
-        offload = None
+        offload, moved_bytes = None, 0
         if config is not None:
 
             def updated(params: Sequence[torch.Tensor]) -> None:
@@ -128,7 +114,7 @@ class StatesStress:
             optimizer.zero_grad()
         if offload is not None:
             assert offload.states is not None
-            self._moved_bytes = _NUM_STEPS * offload.states.num_bytes
+            moved_bytes = _NUM_STEPS * offload.states.num_bytes
             offload.close()
         kept = [
             value
@@ -136,7 +122,7 @@ class StatesStress:
             for value in (param.detach(), *optimizer.state[param].values())
         ]
         weights = [parameter.detach() for parameter in model.parameters()]
-        return [one.cpu() for one in (*losses, *weights, *kept)]
+        return [one.cpu() for one in (*losses, *weights, *kept)], moved_bytes
 
     def _hold_back(self, number: int, chance: random.Random) -> None:
         """Compute's stream, or those of the copies, before a step."""
@@ -148,8 +134,3 @@ class StatesStress:
             late = copies
         for stream in late:
             self._lag.late(stream, _LATE_S * (1 + chance.random()), _UNASKED_S)
-
-
-def _is_poisoned(tensor: torch.Tensor) -> bool:
-    largest = float(tensor.abs().max())
-    return not math.isfinite(largest) or largest > _POISONED

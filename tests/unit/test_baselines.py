@@ -10,38 +10,11 @@ from megatron.offload.errors import ConfigurationError
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from megatron.offload.planner.simulator.timeline import Timeline
 from megatron.offload.planner.solver.baselines import (
-    BASELINES,
     all_moved,
     suffix_plan,
     suffix_within,
 )
-from tests.support.stages import layer, part, stage, tier
-
-
-@pytest.mark.parametrize(
-    ("name", "placement"),
-    [
-        ("all_keep", Placement.KEEP),
-        ("all_recompute", Placement.RECOMPUTE),
-        ("all_ssd", Placement.SSD),
-    ],
-)
-def test_one_placement_for_all_that_allow_it(name: str, placement: Placement) -> None:
-    layers = (
-        layer(parts=(part("attention"), part("mlp"))),
-        layer("decoder.1", recompute_s=None, parts=(part(size=0),)),
-    )
-    plan = BASELINES[name](stage(layers=layers, tiers=(tier("host"), tier())))
-    found = {(line.layer, line.placement) for line in plan.parts}
-    assert found == {("decoder.0", placement), ("decoder.1", Placement.KEEP)}
-
-
-def test_all_may_be_recomputed_from_inputs_on_the_ssd() -> None:
-    layers = (layer(movable_input_bytes=2), layer("decoder.1"))
-    plan = BASELINES["all_recompute_ssd"](stage(layers=layers))
-    found = [(line.placement, line.input) for line in plan.parts]
-    again = Placement.RECOMPUTE
-    assert found == [(again, Placement.SSD), (again, Placement.KEEP)]
+from tests.support.stages import stage, tier
 
 
 @pytest.mark.parametrize(

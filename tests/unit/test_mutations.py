@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ast
 import functools
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,17 @@ def test_every_mutation_can_be_made_at_exactly_one_place() -> None:
 def test_every_mutation_names_a_test_that_is_there() -> None:
     missing = [f"{mutation}: {mutation.test}" for mutation in all_mutations()]
     assert [line for line, m in zip(missing, all_mutations(), strict=True) if not has_test(m)] == []
+
+
+@pytest.mark.slow
+def test_every_mutation_names_parameters_that_its_test_has() -> None:
+    """Pytest runs none of the tests that it is given if it does not find one."""
+    files = sorted({m.test.partition("::")[0] for m in all_mutations()})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--slow", *files]
+    told = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=False).stdout
+    names = {line.removeprefix("tests/") for line in told.splitlines() if "::" in line}
+    names |= {name.partition("[")[0] for name in names}
+    assert [f"{m}: {m.test}" for m in all_mutations() if m.test not in names] == []
 
 
 def test_no_two_mutations_are_called_the_same_or_are_the_same() -> None:

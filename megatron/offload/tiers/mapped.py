@@ -83,9 +83,6 @@ class Pages:
         prefer_huge_pages(self._mapping)
         self.storage = torch.frombuffer(self._mapping, dtype=torch.uint8).untyped_storage()
 
-    def obtain(self) -> None:
-        """Does nothing: the system allocates pages when they are written."""
-
     def release(self) -> None:
         """Returns the memory to the system; the next writes take new memory."""
         self._mapping.madvise(mmap.MADV_DONTNEED)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans that others would make, to compare the solver's with: `BASELINES`.
+"""Plans that others would make, to compare the solver's with: `all_moved`, `suffix_plan`.
 
 Each takes a profile and gives a plan without looking at a budget; `suffix_within` does look at one.
 """
@@ -7,40 +7,15 @@ Each takes a profile and gives a plan without looking at a budget; `suffix_withi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from megatron.offload.activations.placement.plan import Plan, PlannedPart
 from megatron.offload.activations.placement.policy import Placement
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.planner.profile.pipeline_schedule import pipeline_schedule
 from megatron.offload.planner.profile.stage_profile import StageProfile
-from megatron.offload.planner.simulator.instructions import FIRST_TIER, KEEP, RECOMPUTE_LAYER
-from megatron.offload.planner.simulator.options import Choices, from_tier
+from megatron.offload.planner.simulator.instructions import FIRST_TIER, KEEP
+from megatron.offload.planner.simulator.options import Choices
 from megatron.offload.planner.simulator.timeline import Timeline
-
-
-def all_keep(profile: StageProfile) -> Plan:
-    """The plan that keeps everything in device memory."""
-    choices = Choices(profile)
-    return choices.plan(choices.all(KEEP))
-
-
-def all_recompute(profile: StageProfile) -> Plan:
-    """Every layer that can be recomputed is."""
-    choices = Choices(profile)
-    return choices.plan(choices.all(RECOMPUTE_LAYER))
-
-
-def all_recompute_ssd(profile: StageProfile) -> Plan:
-    """The same, with the inputs of the layers on SSDs until these run again."""
-    choices = Choices(profile)
-    return choices.plan(choices.all(from_tier(RECOMPUTE_LAYER, _ssd(profile))))
-
-
-def all_ssd(profile: StageProfile) -> Plan:
-    """Everything that can move goes to SSDs."""
-    choices = Choices(profile)
-    return choices.plan(choices.all(FIRST_TIER + _ssd(profile)))
 
 
 def all_moved(profile: StageProfile) -> Plan:
@@ -130,12 +105,3 @@ def _ssd(profile: StageProfile) -> int:
             f"the profile has tiers {names}; this plan needs ssd; measure with one or leave it out"
         )
     return names.index(Placement.SSD.value)
-
-
-BASELINES: dict[str, Callable[[StageProfile], Plan]] = {
-    "all_keep": all_keep,
-    "all_recompute": all_recompute,
-    "all_recompute_ssd": all_recompute_ssd,
-    "all_ssd": all_ssd,
-    "suffix": suffix_plan,
-}
