@@ -488,6 +488,7 @@ def test_what_runs_out_of_memory_while_it_is_measured_ends_nothing(
         ("--device-memory-budget 799MiB --activation-offload-inflight 9MiB", None),
         ("--device-memory-budget 799MiB --activation-offload off", None),
         ("", None),
+        ("--activation-replay on", None),
     ],
 )
 def test_what_may_be_in_flight_is_a_small_part_of_the_budget(
