@@ -163,11 +163,15 @@ def test_a_plan_and_a_memory_report_hear_of_the_bits(make_engine, mode):
         def stayed(self, scope: Scope, storage: torch.UntypedStorage) -> None:
             heard.append(("stayed", storage.nbytes()))
 
+        def replays(self, scope: Scope, storage: torch.UntypedStorage, copied_bytes: int) -> None:
+            heard.append(("replays", storage.nbytes()))
+
     engine = make_engine(mode=mode)
     engine.observe(Listens())
     with engine.step():
         packed = engine.hooks.pack(new_noise())
-    assert heard == [("moves" if mode == "ssd" else "stayed", bits_bytes(NUM))]
+    bits = ("moves" if mode == "ssd" else "stayed", bits_bytes(NUM))
+    assert heard == [bits, ("replays", NUM * 4)]
     del packed
 
 

@@ -97,7 +97,9 @@ class Writer:
         counted = self._step.statistics
         counted.offloaded_bytes += record.num_bytes
         counted.offloaded_storages += 1
-        stream = None if self._device.is_host else self._device.current_stream()
+        stream = record.stream  # that has saved it just now, where the hooks have noted one
+        if stream is None and not self._device.is_host:
+            stream = self._device.current_stream()
         return Outgoing(weakref.ref(record), record.saved_bytes, tier, record.num_bytes, stream)
 
     def submit(self, outgoing: list[Outgoing]) -> None:
