@@ -127,6 +127,10 @@ def warm_up(content: Content) -> float:
     return grown / NUM_WARM_UP
 
 
+class _Writing:
+    """A storage on its way, which holds its bytes in flight."""
+
+
 class Soak:
     """The phases. Stops at the first failure."""
 
@@ -161,14 +165,14 @@ class Soak:
         under_way: collections.deque[Transfer] = collections.deque()
         for index in indices:
             storage = self._content.make(index)
-            self._inflight.acquire(self._num_bytes)
+            writing = _Writing()
+            self._inflight.acquire(writing, self._num_bytes)
             started = self._tier.begin_write(storage)
             del storage
             if started is None:
-                self._inflight.release(self._num_bytes)
                 report.failures.append(f"the tier took no more after {len(blocks)} storages")
                 break
-            started[1].add_done_callback(lambda _: self._inflight.release(self._num_bytes))
+            started[1].add_done_callback(lambda _, one=writing: self._inflight.release(one))
             blocks.append(started[0])
             under_way.append(started[1])
             while under_way and under_way[0].done():
