@@ -16,6 +16,7 @@ import pytest
 from megatron.offload import cli
 from megatron.offload.activations.placement.plan_file import load_plans
 from megatron.offload.activations.placement.policy import WHOLE_LAYER, Placement
+from megatron.offload.activations.saved.bits import bits_bytes
 from megatron.offload.planner.projection.hardware import DriveSpec, GpuSpec, Hardware
 from megatron.offload.planner.projection.model import Parallelism, Transformer
 from megatron.offload.planner.projection.projection import Projection, project
@@ -129,9 +130,15 @@ def test_so_is_what_is_replayed(tmp_path: Path, flags: str, sizes: dict[str, obj
         replay=True,
     )
     parts = [part for layer in project(projection).layers for part in layer.parts]
-    assert measured["offloaded_bytes"] == 4 * sum(part.movable_bytes for part in parts)
+    moved = sum(part.movable_bytes for part in parts)
+    replayed = sum(part.replayed_bytes for part in parts)
+    if "hidden_dropout" in sizes:  # here each part's noise is made again of its bits: no GPU has it
+        num_values = 32 * int(LAYERS["hidden_size"])
+        moved -= len(parts) * (4 * num_values - bits_bytes(num_values))
+        replayed += len(parts) * 4 * num_values
+    assert measured["offloaded_bytes"] == 4 * moved
     assert measured["offloaded_storages"] == 4 * sum(part.num_storages for part in parts)
-    assert measured["replayed_bytes"] == 4 * sum(part.replayed_bytes for part in parts) > 0
+    assert measured["replayed_bytes"] == 4 * replayed > 0
 
 
 @pytest.mark.slow

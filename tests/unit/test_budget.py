@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+from typing import Any
 
 import pytest
 
@@ -83,6 +85,21 @@ def test_a_holder_that_dies_takes_nothing_any_more_also_for_one_who_waits() -> N
     del holder
     waiting.join(timeout=SOON_S)
     assert not waiting.is_alive() and budget.taken_bytes == 50
+
+
+def test_a_holder_that_only_a_cycle_keeps_is_collected_for_one_who_waits() -> None:
+    budget, other = ByteBudget(100), Holder()
+    holder: Any = Holder()
+    holder.itself = holder
+    budget.acquire(holder, 60)
+    gc.disable()
+    try:
+        del holder
+        waiting = acquire(budget, other, 50)
+        waiting.join(timeout=SOON_S)
+        assert not waiting.is_alive() and budget.taken_bytes == 50
+    finally:
+        gc.enable()
 
 
 def test_what_was_charged_must_be_paid_before_the_next_transfer() -> None:

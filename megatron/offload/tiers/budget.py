@@ -7,6 +7,7 @@ Several drives or tiers may share one of each. A caller over budget waits, or ke
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 import time
@@ -17,6 +18,9 @@ from typing import Any
 from megatron.offload.machine.condition import Condition
 
 _LOOK_S = 0.1  # a thread that waits looks so often whether a holder has died
+# Looks after which it has Python collect what is dead: the frames of an exception may refer to the
+# exception, and so keep a holder that they were about to hand on.
+_COLLECTS_AFTER = 10
 
 
 class ByteBudget:
@@ -74,6 +78,7 @@ class ByteBudget:
 
     def _wait(self, is_time: Callable[[], bool], timeout_s: float | None = None) -> bool:
         until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        num_looks = 0
         with self._changed:
             self._num_waiting += 1
             try:
@@ -82,6 +87,9 @@ class ByteBudget:
                     if left_s <= 0:
                         return False
                     self._changed.wait(min(left_s, _LOOK_S))
+                    num_looks += 1
+                    if num_looks == _COLLECTS_AFTER:
+                        gc.collect()
                 return True
             finally:
                 self._num_waiting -= 1
