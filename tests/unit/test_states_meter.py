@@ -44,13 +44,3 @@ def test_a_step_takes_what_it_took_on_the_device(meter: StatesMeter, device: Dev
     assert (last.step_s, last.wait_s, last.update_s) == (8.0, 1.0, 6.0)
     assert (last.updated_bytes, last.peak_bytes) == (200, 7)
     assert meter.seconds == 3 * 8.0 + 2 * 24.0, "before the first step nothing is known"
-
-
-def test_what_follows_a_pause_is_not_between_steps(
-    meter: StatesMeter, device: DeviceBehind
-) -> None:
-    for _ in range(3):
-        take_step(meter, device)
-        meter.pause()
-    (last,) = meter.settled()
-    assert last.between_s == 0.0 and meter.seconds == 3 * 8.0
