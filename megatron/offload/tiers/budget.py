@@ -18,9 +18,9 @@ from typing import Any
 from megatron.offload.machine.condition import Condition
 
 _LOOK_S = 0.1  # a thread that waits looks so often whether a holder has died
-# Looks after which it has Python collect what is dead: the frames of an exception may refer to the
-# exception, and so keep a holder that they were about to hand on.
-_COLLECTS_AFTER = 10
+# Behind so many seconds it has Python collect what is dead: the frames of an exception may refer to
+# the exception, and so keep a holder that they were about to hand on.
+_COLLECTS_AFTER_S = 1.0
 
 
 class ByteBudget:
@@ -77,8 +77,14 @@ class ByteBudget:
         return self._wait(lambda: not self._taken, timeout_s)
 
     def _wait(self, is_time: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        num_looks = 0
+        now_s = time.monotonic()
+        until_s = math.inf if timeout_s is None else now_s + timeout_s
+        if self._wait_until(is_time, min(until_s, now_s + _COLLECTS_AFTER_S)):
+            return True
+        gc.collect()  # outside of the lock: what it ends may wait for a thread that wants that
+        return self._wait_until(is_time, until_s)
+
+    def _wait_until(self, is_time: Callable[[], bool], until_s: float) -> bool:
         with self._changed:
             self._num_waiting += 1
             try:
@@ -87,9 +93,6 @@ class ByteBudget:
                     if left_s <= 0:
                         return False
                     self._changed.wait(min(left_s, _LOOK_S))
-                    num_looks += 1
-                    if num_looks == _COLLECTS_AFTER:
-                        gc.collect()
                 return True
             finally:
                 self._num_waiting -= 1
