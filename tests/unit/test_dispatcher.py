@@ -127,3 +127,13 @@ def test_after_the_end_an_interrupt_reaches_who_submits_and_all_work_is_done(dis
     with pytest.raises(KeyboardInterrupt):
         dispatcher.submit(interrupted, lambda: done.append(True))
     assert done == [True]
+
+
+def test_after_the_end_a_tier_that_is_closed_is_no_error_for_who_submits(dispatcher):
+    def refused():
+        raise RuntimeError("the tier is closed")
+
+    dispatcher.close()
+    done = []
+    dispatcher.submit(refused, lambda: done.append(True))
+    assert done == [True]

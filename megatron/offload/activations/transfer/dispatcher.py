@@ -14,6 +14,8 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
+from megatron.offload.tiers.transfer import TRANSFER_ERRORS
+
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.1  # a thread that waits in `drain` checks so often that the dispatcher is alive
@@ -72,7 +74,8 @@ class Dispatcher:
             try:
                 piece()
             except BaseException as error:  # any error: no other thread would do this one's work
-                if threading.current_thread() is threading.main_thread():  # after `close`
+                is_main = threading.current_thread() is threading.main_thread()  # after `close`
+                if is_main and not isinstance(error, TRANSFER_ERRORS):
                     self._do(work[number:])
                     raise  # a signal's handler may have raised it
                 if type(error) not in self._reported:
