@@ -26,7 +26,8 @@ def acquire(budget: ByteBudget, holder: Holder, num_bytes: int) -> threading.Thr
 def test_bytes_over_the_budget_wait_until_enough_are_given_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("megatron.offload.tiers.budget._LOOK_S", 10 * SOON_S)  # it is woken
+    for name in ("_LOOK_S", "_COLLECTS_AFTER_S"):
+        monkeypatch.setattr(f"megatron.offload.tiers.budget.{name}", 10 * SOON_S)  # it is woken
     budget = ByteBudget(100)
     first, second, third = Holder(), Holder(), Holder()
     budget.acquire(first, 60)
@@ -76,7 +77,10 @@ def test_who_waits_until_nothing_is_taken_learns_whether_it_came_to_that() -> No
     assert budget.wait_until_free(timeout_s=0.01)
 
 
-def test_a_holder_that_dies_takes_nothing_any_more_also_for_one_who_waits() -> None:
+def test_a_holder_that_dies_takes_nothing_any_more_also_for_one_who_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("megatron.offload.tiers.budget._COLLECTS_AFTER_S", 10 * SOON_S)
     budget, holder, other = ByteBudget(100), Holder(), Holder()
     budget.acquire(holder, 60)
     waiting = acquire(budget, other, 50)
