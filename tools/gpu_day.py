@@ -23,13 +23,16 @@ skipped says why and counts as well.
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import os
 import shlex
 import sys
 import tempfile
+import threading
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn
 
@@ -187,14 +190,23 @@ def run(args: argparse.Namespace, earlier: list[Day], argv: list[str]) -> int:
         for job in todo:
             day.results[job.name] = Result(NOT_BEGUN, "the time was up")
         print(f"{day.machine}\n{day.note or 'jobs are forked'}; {len(todo)} to run", flush=True)
-        for job in todo:
+
+        def run_one(job: Job) -> None:
             left_s = args.limit - (time.monotonic() - began_s) - _AT_THE_END_S
             if left_s < _LEAST_S:
-                break
-            result = day.results[job.name] = runner.run(job, left_s)
-            day.save(args.out / "results.json", ROOT)
-            now = f"[{time.monotonic() - began_s:5.0f} s]"
-            print(f"{now} {job.name:<44} {tables.in_words(result)}", flush=True)
+                return
+            result = runner.run(job, left_s)
+            with lock:
+                day.results[job.name] = result
+                day.save(args.out / "results.json", ROOT)
+                now = f"[{time.monotonic() - began_s:5.0f} s]"
+                print(f"{now} {job.name:<44} {tables.in_words(result)}", flush=True)
+
+        lock = threading.Lock()
+        for is_timed, group in itertools.groupby(todo, lambda job: job.is_timed):
+            at_once = 1 if is_timed else settings.num_beside
+            with ThreadPoolExecutor(at_once) as pool:
+                list(pool.map(run_one, group))
     return _end(day, args.out)
 
 

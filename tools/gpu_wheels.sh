@@ -47,5 +47,5 @@ done
 bytes="$(cat "$folder"/*.whl | wc -c)"
 ls "$folder"/*.whl
 printf 'gpu_wheels: %d.%d MiB in %d wheels\n' $((bytes >> 20)) $((bytes % 1048576 * 10 / 1048576)) \
-    "$(find "$folder" -name '*.whl' | wc -l)"
+    "$(find "$folder" -mindepth 1 -name '*.whl' | wc -l)"
 ((bytes <= MOST_MIB << 20)) || fail "$folder has more than $MOST_MIB MiB, the most that can be carried along"

@@ -314,7 +314,8 @@ def in_a_process(way: str, argv: list[str], checkout: Path = ROOT) -> dict[str, 
         checkout: whose package is measured.
     """
     command = [sys.executable, __file__, *argv, "--way", way]
-    env = {**os.environ, "PYTHONPATH": str(checkout.resolve())}
+    search = os.pathsep.join(filter(None, (str(checkout.resolve()), os.environ.get("PYTHONPATH"))))
+    env = {**os.environ, "PYTHONPATH": search}
     with tempfile.NamedTemporaryFile(suffix=".json") as result:
         command += ["--json", result.name]
         done = subprocess.run(command, check=False, stdout=sys.stderr, env=env)

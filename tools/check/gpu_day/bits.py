@@ -63,6 +63,8 @@ DOORS: dict[str, Door] = {
     "activations on host": Door("host"),
     "activations on ssd": Door("ssd"),
     "activations on both": Door("tiered"),
+    "replay": Door("keep", {"replay": "on"}),
+    "replay and activations on host": Door("host", {"replay": "on"}),
     "recomputed with inputs on host": Door(
         "host", {"recompute_layers": "1-2", "recompute_input": "host"}
     ),
@@ -192,8 +194,11 @@ def _step(
 
 def _check_moved(door: Door, moved: dict[str, Any]) -> None:
     """Equal bits of a training in which nothing moved would show nothing."""
-    if door.activations is not None and not moved["activations"].get("offloaded_bytes"):
-        raise AssertionError(f"no activation moved: {moved['activations']}")
+    counted = moved.get("activations", {})
+    if door.activations not in (None, "keep") and not counted.get("offloaded_bytes"):
+        raise AssertionError(f"no activation moved: {counted}")
+    if (door.settings or {}).get("replay") and not counted.get("replayed_bytes"):
+        raise AssertionError(f"nothing was computed again: {counted}")
     if door.parameters is not None and not moved["parameters"].get("read_bytes"):
         raise AssertionError(f"no parameter moved: {moved['parameters']}")
 

@@ -19,26 +19,31 @@ from typing import Any
 
 import torch
 
-from check.gpu.settings import SECTIONS
+from check.gpu_day.job import Skip
 from check.gpu_day.settings import Settings
 
 Note = Callable[[dict[str, Any]], None]
 ROOT = Path(__file__).resolve().parents[3]
-_TINY_SECTIONS = ["two_gpus", "parameters"]  # of gpu_check, in a dry run; its own test runs all
-_DEVICE_TESTS = ("test_accelerator_device.py", "test_transfers_on_an_accelerator.py")
+_DEVICE_TESTS = (
+    "lag/test_accelerator_device.py",
+    "lag/test_transfers_on_an_accelerator.py",
+    "integrations/test_cuda_graphs.py",
+)
 _TRIED = 1  # exit code of a bench that ran and whose promise was not kept
 
 
-def gpu_check(settings: Settings, note: Note) -> dict[str, Any]:
-    """`gpu_check.py --quick`, without the sections that this machine could only skip."""
-    sections = list(SECTIONS)
-    if not settings.on_gpu:
-        sections = _TINY_SECTIONS
-    elif torch.cuda.device_count() < 2:
-        sections.remove("two_gpus")
-    if importlib.util.find_spec("transformer_engine") is None and settings.on_gpu:
-        sections.remove("transformer_engine")
-    flags = ["--quick", "--directory", str(settings.directory), "--only", ",".join(sections)]
+def gpu_check(settings: Settings, note: Note, *, section: str) -> dict[str, Any]:
+    """A section of `gpu_check.py --quick`.
+
+    Raises:
+        Skip: this machine cannot run it.
+    """
+    if settings.on_gpu and section == "two_gpus" and torch.cuda.device_count() < 2:
+        raise Skip("needs two GPUs")
+    has_engine = importlib.util.find_spec("transformer_engine") is not None
+    if settings.on_gpu and section == "transformer_engine" and not has_engine:
+        raise Skip("needs transformer_engine")
+    flags = ["--quick", "--directory", str(settings.directory), "--only", section]
     flags += [] if settings.on_gpu else ["--dry-run-cpu"]
     found = _tool("tools/gpu_check.py", flags)
     found_by_section = found["sections"]
@@ -56,11 +61,11 @@ def gpu_check(settings: Settings, note: Note) -> dict[str, Any]:
 
 
 def device_tests(settings: Settings, note: Note) -> dict[str, Any]:
-    """The tests of `tests/lag` that run on a GPU where there is one.
+    """The tests that run on a GPU where there is one.
 
     In a dry run they are only collected: elsewhere they run on the test accelerator.
     """
-    tests = [f"tests/lag/{name}" for name in _DEVICE_TESTS]
+    tests = [f"tests/{name}" for name in _DEVICE_TESTS]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     if not settings.on_gpu:
         command.append("--collect-only")

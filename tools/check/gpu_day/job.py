@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A job: a function in a process of its own, with a time limit. `Job`, `Runner`, `Skip`.
 
-gpu_day.py runs one after the other. Whatever happens in a job stays there: it ends with a result,
-a reason why it was skipped, an error in one line, or because its time was up.
+gpu_day.py runs one after the other, and beside one another those that measure no time. Whatever
+happens in a job stays there: it ends with a result, a reason why it was skipped, an error in one
+line, or because its time was up.
 
 Note [Why a server of forks]
 To import torch, transformers and trl takes longer than most jobs. A process that has imported
@@ -16,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -50,12 +52,14 @@ class Job:
         function: `module:name`; it is called with settings, with a function that takes what has
             been found so far, and with `arguments`; returns plain values.
         limit_s: after which it is ended.
+        is_timed: what it finds depends on what runs beside it.
     """
 
     name: str
     function: str
     limit_s: float
     arguments: dict[str, Any] = field(default_factory=dict)
+    is_timed: bool = True
 
     @property
     def part(self) -> str:
@@ -90,7 +94,7 @@ class Result:
 
 
 class Runner:
-    """Runs jobs, one at a time.
+    """Runs jobs, each in a process. May be called by several threads at once.
 
     Args:
         settings: of all jobs.
@@ -102,6 +106,7 @@ class Runner:
         self._folder = folder
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["check.gpu_day.preload"])
+        self._numbers = itertools.count()
         self.note = ""  # what a reader should know of how jobs were started
 
     def prepare(self) -> dict[str, Any]:
@@ -131,9 +136,7 @@ class Runner:
             left_s: it gets no more time than this.
         """
         began_s = time.monotonic()
-        path = self._folder / "result.json"
-        for old in (path, path.with_suffix(".log")):
-            old.unlink(missing_ok=True)
+        path = self._folder / f"{next(self._numbers)}.json"
         limit_s = min(job.limit_s, left_s)
         process = self._context.Process(target=_work, args=(job, self._settings, path))
         process.start()

@@ -10,10 +10,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from check.gpu.settings import SECTIONS
 from check.gpu_day.bits import DOORS
 from check.gpu_day.job import Job
 from check.gpu_day.settings import Settings, Shape
 
+_TINY_SECTIONS = ("two_gpus", "parameters")  # in a dry run; gpu_check's own test runs all
 _STACK_WAYS = {  # and the steps that are measured
     "none": 8,
     "checkpointing": 8,
@@ -21,6 +23,8 @@ _STACK_WAYS = {  # and the steps that are measured
     "recompute_host": 8,
     "half": 8,
     "keep": 8,
+    "replay": 8,
+    "host_replay": 8,
     "trl": 6,
     "save_on_cpu_pinned": 5,
     "save_on_cpu": 3,
@@ -37,7 +41,7 @@ _FULL = (  # way, where the states are
     ("fsdp2_cpu_checkpointing", "device"),
     ("checkpointing", "cpu"),
 )
-_ROK_WAYS = ("none", "checkpointing", "host", "recompute_host", "half")
+_ROK_WAYS = ("none", "checkpointing", "replay", "host_replay", "host", "recompute_host", "half")
 _ROK_BATCHES = (1, 4)  # the part stack has the one between
 _SECONDS = 20.0  # of measured steps
 _LIMIT_S = 75.0
@@ -68,11 +72,13 @@ def _bits(settings: Settings) -> list[Job]:
         )
         for door in DOORS
     ]
-    others = [
-        Job("bits/tests of the device layer", f"{_HERE}.commands:device_tests", 150),
-        Job("bits/gpu_check --quick", f"{_HERE}.commands:gpu_check", 280),
+    sections = [
+        Job(f"bits/gpu_check {name}", f"{_HERE}.commands:gpu_check", 200, {"section": name})
+        for name in SECTIONS
+        if not settings.is_tiny or name in _TINY_SECTIONS
     ]
-    return [*doors, *others]
+    tests = Job("bits/tests of the device layer", f"{_HERE}.commands:device_tests", 150)
+    return [replace(job, is_timed=False) for job in (*sections, *doors, tests)]
 
 
 def _stack(settings: Settings) -> list[Job]:
@@ -94,12 +100,13 @@ def _auto(settings: Settings) -> list[Job]:
     for share in _BUDGETS[: settings.few(len(_BUDGETS), 1)]:
         # On a CPU a budget is of the resident set, in which a tiny model is nothing.
         budget = settings.few(shape.budget(share), 64 << 20)
-        jobs.append(
+        jobs += [
             _training(
-                f"auto/{share:.0%} of what layers save", settings, shape, "auto", 8,
+                f"auto/{share:.0%} of what layers save{words}", settings, shape, way, 8,
                 limit_s=120, budget_bytes=budget,
             )
-        )  # fmt: skip
+            for way, words in {"auto": "", "auto_replay": ", with replay"}.items()
+        ]  # fmt: skip
     return jobs
 
 

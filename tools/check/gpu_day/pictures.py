@@ -21,6 +21,8 @@ _NAMES = {
     "none": "keep",
     "checkpointing": "recompute",
     "recompute_host": "recompute, inputs on host",
+    "replay": "keep with replay",
+    "host_replay": "host with replay",
 }
 
 

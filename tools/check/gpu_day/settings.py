@@ -7,6 +7,7 @@ bytes and operations of a model; measures nothing.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from megatron.offload.sizes import GIB, MIB
 
 _ELEMENT_BYTES = 2  # bf16
 _SAVED_UNITS = 24.5  # tensors of tokens x hidden that a layer of Llama-3 8B saves, SDPA, bf16
+_MOST_BESIDE = 6  # jobs of at most 10 GiB each
 _LOGIT_BYTES = 12  # of a token and word: logits in bf16 and fp32, and the gradients of both
 
 
@@ -114,6 +116,11 @@ class Settings:
             return replace(_TINY, seq=_TINY.seq * (2 if seq == 8192 else 1), batch=batch or 2)
         shape = _SHAPES[name]
         return replace(shape, seq=seq or shape.seq, batch=batch or shape.batch)
+
+    @property
+    def num_beside(self) -> int:
+        """Jobs that run beside one another where none of them measures time."""
+        return max(min((os.cpu_count() or 1) // 2, _MOST_BESIDE), 1)
 
     def few(self, full: int, tiny: int) -> int:
         """A count: of the full size or of a dry run."""

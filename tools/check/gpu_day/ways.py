@@ -4,11 +4,13 @@
 none            everything stays in memory
 checkpointing   gradient_checkpointing_enable(), transformers' own
 keep            every hook of ours, and nothing moves: what our Python costs
+replay          nothing moves; what is a cheap function of other saved bytes is computed again
 host, ssd       everything goes to host memory, or to the drive
 tiered          to both; host memory for a third of it
 recompute_host  every layer again in backward, its input in host memory
 half            the first half of the layers to host memory, the others stay
 auto            the planner, within a budget
+host_replay, auto_replay   the same with replay
 save_on_cpu     torch.autograd.graph.save_on_cpu, pageable; save_on_cpu_pinned: page-locked
 trl             trl.models.activation_offloading.OffloadActivations
 fsdp2_cpu       FSDP2 with CPUOffloadPolicy, one rank: parameters, gradients, states on the host
@@ -30,7 +32,8 @@ from check.gpu_day.job import Skip
 from check.gpu_day.settings import Settings, Shape
 from megatron.offload import offload_activations, offload_optimizer
 
-OURS = ("keep", "host", "tiered", "ssd", "recompute_host", "half", "auto")
+OURS = ("keep", "replay", "host", "tiered", "ssd", "recompute_host", "half", "auto")
+_WITH_REPLAY = "_replay"  # behind the name of a way of ours
 PEERS = ("save_on_cpu", "save_on_cpu_pinned", "trl", "fsdp2_cpu")
 _TIERED_SHARE = 3  # of what is saved, one part in so many goes to host memory
 _NEVER_BYTES = 1 << 40
@@ -66,7 +69,7 @@ def prepare(
     Raises:
         Skip: the way needs what is not here.
     """
-    if name in OURS:
+    if name.removesuffix(_WITH_REPLAY) in OURS:
         return Way(handle=_ours(name, model, shape, settings, budget_bytes))
     if name in ("checkpointing", "fsdp2_cpu_checkpointing"):
         model.gradient_checkpointing_enable()
@@ -98,6 +101,11 @@ def move_states(name: str, optimizer: torch.optim.Optimizer, settings: Settings)
 
 def _ours(name: str, model: Any, shape: Shape, settings: Settings, budget_bytes: int | None) -> Any:
     common: dict[str, Any] = {"min_bytes": settings.min_bytes}
+    if name == "replay":
+        return offload_activations(model, mode="keep", replay="on", **common)
+    if name.endswith(_WITH_REPLAY):
+        name = name.removesuffix(_WITH_REPLAY)
+        common["replay"] = "on"
     host = {**common, "host_budget": settings.host_budget_bytes}
     if name == "keep":
         return offload_activations(model, mode="host", **{**host, "min_bytes": _NEVER_BYTES})
