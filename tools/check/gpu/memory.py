@@ -154,13 +154,14 @@ def _with_offload(
         arena_bytes = sum(
             tier.capacity_bytes for tier in engine.tiers.values() if isinstance(tier, HostTier)
         )
-        staging = getattr(engine.tiers.get(Placement.SSD), "_staging", None)
+        drives = engine.tiers.get(Placement.SSD)
+        buffers = [getattr(drives, name, None) for name in ("_staging", "_pool")]
         return {
             "peak_bytes": peak_bytes,
             "left_bytes": max(left_bytes, 0),
             "host_budget_bytes": host_bytes if config.uses_host else 0,
             "host_arena_bytes": arena_bytes,
-            "staging_bytes": staging.size_bytes if staging is not None else 0,
+            "staging_bytes": sum(held.size_bytes for held in buffers if held is not None),
             "resident_growth_bytes": max(_resident_bytes() - resident_bytes, 0),
             "is_on_host": device.is_host,
             "statistics": engine.statistics.as_dict(),
@@ -176,7 +177,7 @@ def _check_host(section: Section, mode: str, found: dict[str, Any]) -> None:
         f"{mode}: host memory stays within its budget",
         # On a CPU the activations themselves are in the resident set.
         arena <= budget and (found["is_on_host"] or growth <= expected),
-        f"arena {format_size(arena)} of {format_size(budget)}, staging "
+        f"arena {format_size(arena)} of {format_size(budget)}, before drives "
         f"{format_size(found['staging_bytes'])}; the process grew by {format_size(growth)}",
     )
 

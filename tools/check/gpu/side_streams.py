@@ -10,6 +10,7 @@ megatron-core, whose shared experts compute on a stream of their own (--moe-shar
 
 from __future__ import annotations
 
+import importlib.util
 import random
 from dataclasses import dataclass
 
@@ -115,6 +116,9 @@ def run(settings: Settings, section: Section) -> None:
         start_megatron(settings.device, settings.seed)
     except ImportError as error:
         section.check("megatron-core", False, f"it cannot be imported: {error}")
+        return
+    if settings.on_gpu and importlib.util.find_spec("transformer_engine") is None:
+        section.skip("experts", "megatron-core's router needs transformer_engine on a GPU")
         return
     with deterministic(strict=False):
         check_model("experts", "bf16", settings, section)

@@ -66,7 +66,17 @@ def device_tests(settings: Settings, note: Note) -> dict[str, Any]:
     In a dry run they are only collected: elsewhere they run on the test accelerator.
     """
     tests = [f"tests/{name}" for name in _DEVICE_TESTS]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "ignore",
+        *tests,
+    ]
     if not settings.on_gpu:
         command.append("--collect-only")
     text = _output(command, allowed=(0,))

@@ -35,7 +35,7 @@ from megatron.offload.activations.placement.atomic_file import write_atomically
 
 OK, FAILED, SKIPPED, TIMED_OUT, NOT_BEGUN = "ok", "FAILED", "skipped", "TOO LONG", "not begun"
 _PARENT_DIED = 1  # PR_SET_PDEATHSIG of prctl(2)
-_LAST_WORDS = 4000  # characters of a log that are kept
+_LAST_WORDS = 20_000  # characters of a log that are kept
 _GRACE_S = 5.0
 
 

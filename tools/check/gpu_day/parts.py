@@ -78,7 +78,7 @@ def _bits(settings: Settings) -> list[Job]:
         if not settings.is_tiny or name in _TINY_SECTIONS
     ]
     tests = Job("bits/tests of the device layer", f"{_HERE}.commands:device_tests", 150)
-    return [replace(job, is_timed=False) for job in (*sections, *doors, tests)]
+    return [replace(job, is_timed=False) for job in (tests, *sections, *doors)]
 
 
 def _stack(settings: Settings) -> list[Job]:
