@@ -191,6 +191,9 @@ class SimulatedDevice(CpuDevice):
         with self._lock:
             self._merge(self._seen_by_host, event.seen)
 
+    def gets_back(self, storage: torch.UntypedStorage) -> bool:
+        return self.is_host or storage.resizable()
+
     def use_after(self, storage: torch.UntypedStorage, events: Iterable[Any]) -> None:
         with self._lock:
             for event in events:

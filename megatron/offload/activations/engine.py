@@ -147,7 +147,7 @@ class OffloadEngine:
             step,
             min_bytes=config.min_bytes,
             casts=self._casts,
-            moves_foreign=device.is_host,
+            device=device,
             replays=config.replay == "on",
             eps_of=self._norms.eps_of,
         )
@@ -161,7 +161,7 @@ class OffloadEngine:
                 self.writer,
                 self.hooks,
                 self.reader,
-                moves_foreign=device.is_host,
+                device=device,
             )
         if config.trace_file is not None:
             names = {placement.value: tier for placement, tier in self.tiers.items()}

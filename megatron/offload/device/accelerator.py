@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from megatron.offload.device.device import WHOLE, memory_at
+from megatron.offload.device.graph_memory import GraphMemory
 from megatron.offload.device.platform import PeakReader, Platform
 from megatron.offload.device.room import Room
 
@@ -48,6 +49,7 @@ class AcceleratorDevice:
         index = self._module.current_device() if device.index is None else device.index
         self.device = torch.device(device.type, index)
         self._index: int = index
+        self._graph_memory = GraphMemory(index)
         # Device to host, while forward computes: whole storages, each after its producer, and
         # pieces whose producers were waited for, which are not to wait behind those.
         self._store = self._module.Stream(self.device)
@@ -116,6 +118,10 @@ class AcceleratorDevice:
             content.copy_(_bytes_at(address, content.nbytes), non_blocking=True)
             return self.record_event(self._load)
 
+    def gets_back(self, storage: torch.UntypedStorage) -> bool:
+        """Whether torch's allocator gave the memory, and no captured graph has it."""
+        return storage.resizable() and not self._graph_memory.has(storage)
+
     def use_after(self, storage: torch.UntypedStorage, events: Iterable[Any]) -> None:
         """The calling thread's stream waits for events, and the memory is kept until it has run."""
         stream = self.current_stream()
@@ -125,7 +131,10 @@ class AcceleratorDevice:
 
     def used_on(self, tensor: torch.Tensor, stream: Any) -> None:
         """Has the allocator keep a tensor's memory, once it is freed, until the stream has run."""
-        tensor.record_stream(stream)  # the allocator ignores the stream that owns the memory
+        if not self._graph_memory.has(
+            tensor.untyped_storage()
+        ):  # replays are in the stream's order
+            tensor.record_stream(stream)  # the allocator ignores the stream that owns the memory
 
     def pin(self, address: int, num_bytes: int) -> None:
         """Page-locks a range of host memory for this device.

@@ -83,6 +83,10 @@ class CpuDevice:
         start, stop, _ = part.indices(target.nbytes())
         ctypes.memmove(target.data_ptr() + start, address, stop - start)
 
+    def gets_back(self, storage: torch.UntypedStorage) -> bool:
+        """Always: what moves is host memory, whoever has allocated it."""
+        return True
+
     def use_after(self, storage: torch.UntypedStorage, events: Iterable[None]) -> None:
         """Does nothing: whatever came before has been done."""
 

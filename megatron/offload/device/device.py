@@ -142,6 +142,14 @@ class Device(Protocol):
         """
         ...
 
+    def gets_back(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage's memory serves others once it is freed.
+
+        Else its owner keeps it: a library that allocated it itself (Transformer Engine's grouped
+        FP8 buffers), or a captured graph.
+        """
+        ...
+
     def use_after(self, storage: torch.UntypedStorage, events: Iterable[Any]) -> None:
         """Operations that the calling thread queues from now on may use a storage.
 

@@ -31,6 +31,7 @@ from megatron.offload.activations.transfer.reader import Reader
 from megatron.offload.activations.transfer.write_batch import WriteBatch
 from megatron.offload.activations.transfer.writer import Writer
 from megatron.offload.device.cuda import check_not_captured, is_captured
+from megatron.offload.device.device import Device
 from megatron.offload.errors import PREFIX
 from megatron.offload.tiers.tier import Tier
 
@@ -63,9 +64,7 @@ class SavedTensorHooks:
         step: where compute is.
         min_bytes: the policy keeps smaller storages; for the counters.
         casts: knows which saved tensors are computed again instead.
-        moves_foreign: also offload storages that torch's allocator does not own. False on
-            accelerators: the owner of such memory frees it when the last tensor over it dies
-            (Transformer Engine's grouped FP8 buffers), so offload would free nothing.
+        device: says which memory it gets back; the rest stays.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class SavedTensorHooks:
         *,
         min_bytes: int = 0,
         casts: WeightCasts,
-        moves_foreign: bool = True,
+        device: Device,
         replays: bool = False,
         eps_of: Callable[[torch.Tensor], float | None] = lambda _: None,
     ) -> None:
@@ -91,7 +90,7 @@ class SavedTensorHooks:
         self._writer = writer
         self._reader = reader
         self._step = step
-        self._moves_foreign = moves_foreign
+        self._device = device
         self._has_warned_of_capture = False
         self.recipes: RecipeFinder | None = None
         if replays:
@@ -181,7 +180,7 @@ class SavedTensorHooks:
             whole: this tensor and others need all of the storage together.
         """
         span: Span | None = None
-        if not self._moves_foreign and not storage.resizable():  # torch's allocators give both
+        if not self._device.gets_back(storage):
             self._step.statistics.foreign_bytes += tensor.nbytes
             return None
         if storage.nbytes() < self._min_bytes:  # every policy keeps it, so it has no record

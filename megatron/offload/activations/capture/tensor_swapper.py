@@ -27,6 +27,7 @@ from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.activations.saved.view import SavedView
 from megatron.offload.activations.transfer.reader import Reader
 from megatron.offload.activations.transfer.writer import Writer
+from megatron.offload.device.device import Device
 from megatron.offload.tiers.tier import Tier
 
 
@@ -49,7 +50,7 @@ class TensorSwapper:
         writer: writes them.
         hooks: bring a tensor back that its caller dropped (`put`, `take`).
         reader: brings the bytes of a tensor back that its owners still hold (`empty`, `fill`).
-        moves_foreign: see `SavedTensorHooks`.
+        device: see `SavedTensorHooks`.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class TensorSwapper:
         hooks: SavedTensorHooks,
         reader: Reader,
         *,
-        moves_foreign: bool,
+        device: Device,
     ) -> None:
         self._cache = cache
         self._tier = tier
@@ -69,7 +70,7 @@ class TensorSwapper:
         self._writer = writer
         self._hooks = hooks
         self._reader = reader
-        self._moves_foreign = moves_foreign
+        self._device = device
         alone = torch.empty(1)
         self._num_of_one = _num_users(alone.untyped_storage())
         self._empty: Any = WeakIdKeyDictionary()  # tensors
@@ -89,7 +90,7 @@ class TensorSwapper:
                 return None
             if tensor.nbytes != storage.nbytes():
                 return None
-            if not self._moves_foreign and not storage.resizable():
+            if not self._device.gets_back(storage):
                 return None
             record = self._cache.find(storage, None, tensor)
             if record is not None and record.recipe is None:  # on the tier, or on its way
