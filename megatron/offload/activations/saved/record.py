@@ -154,25 +154,22 @@ class SavedStorage:
             is_there = self.state is not State.READING and not is_away and self._is_whole
             return self._memory if is_there else None
 
-    def copy_span(self) -> torch.UntypedStorage | None:
+    def copy_span(self) -> None:
         """Copies the span that was saved, if it is not the whole storage, to write the copy.
 
-        The thread that saved it calls this once the operation has ended.
-
-        Returns:
-            The memory that it copied, which a device must not reuse before the copy; or None.
+        The thread that saved it calls this once the operation has ended, on the stream of that: the
+        device's allocator knows that this stream uses the storage.
         """
         if self._is_whole:
-            return None
+            return
         with self._lock:
             memory = self._memory if self.state is State.QUEUED else None
         if memory is None or place_of(memory) != self._origin_place:
-            return None  # needed already, or its owner freed it: see `memory_to_write`
+            return  # needed already, or its owner freed it: see `memory_to_write`
         copy = copy_of(memory, self.start_bytes, self.saved_bytes)
         with self._lock:
             if self.state is State.QUEUED:
                 self._memory, self._own_place = copy, place_of(copy)
-        return memory
 
     def pack_bits(self) -> None:
         """Packs a mask, to write its bits instead. After `copy_span`, in the same thread."""

@@ -110,10 +110,7 @@ class Writer:
                 record = one.record()
                 if record is not None and record.moves_a_copy:
                     with self._device.use_stream(one.stream):
-                        copied = record.copy_span()
-                        if copied is not None:  # another stream of the layer may have made it
-                            self._device.use_after(copied, ())
-                            copied = None
+                        record.copy_span()
                         if record.moves_bits:
                             record.pack_bits()
                             saved_bytes = one.num_bytes - one.moved_bytes
