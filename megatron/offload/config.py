@@ -59,8 +59,8 @@ class OffloadConfig(TierSettings):
         "--activation-offload-layers",
         None,
         "layers whose activations leave device memory, by their numbers in the whole model, for "
-        "example 1-8,12; with encoder. or decoder. in front where both have that number. The other "
-        "layers keep theirs. Default: all that are not recomputed.",
+        "example 1-8,12 or all; with encoder. or decoder. in front where both have that number. "
+        "The other layers keep theirs. Default: all that are not recomputed.",
         parse=LayerSet.parse,
         metavar="LAYERS",
     )

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.values import as_text, quoted
 
-_PART = re.compile(r"(?:([A-Za-z_][\w.]*)\.)?(\d{1,9})(?:-(\d{1,9}))?")
+_PART = re.compile(r"(?:([A-Za-z_][\w.]*)\.)?(?:(all)|(\d{1,9})(?:-(\d{1,9}))?)")
+_NO_END = 10**9  # as the last number: all layers
 
 
 class LayerRange(NamedTuple):
@@ -22,13 +24,15 @@ class LayerRange(NamedTuple):
 
     def __str__(self) -> str:
         block = f"{self.block}." if self.block else ""
+        if self.last == _NO_END:
+            return f"{block}all"
         end = f"-{self.last}" if self.last > self.first else ""
         return f"{block}{self.first}{end}"
 
 
 @dataclass(frozen=True)
 class LayerSet:
-    """Layers by their global numbers: `1-4,7`, `encoder.1-6,decoder.2`.
+    """Layers by their global numbers: `1-4,7`, `encoder.1-6,decoder.2`, `all`, `encoder.all`.
 
     Megatron counts from 1. Elsewhere numbers are those in the names of modules, from 0.
     """
@@ -47,12 +51,14 @@ class LayerSet:
         ranges = []
         for part in as_text(value).split(","):
             match = _PART.fullmatch(part.strip())
-            first = int(match[2]) if match else 0
-            last = int(match[3] or first) if match else 0
+            first = int(match[3] or 0) if match else 0
+            last = int(match[4] or first) if match else 0
+            if match and match[2]:
+                last = _NO_END
             if match is None or not first <= last:
                 raise ConfigurationError(
                     f"{quoted(part.strip())} names no layers; write numbers and ranges, for "
-                    "example 1-4,7 or encoder.1-6,decoder.2"
+                    "example 1-4,7 or encoder.1-6,decoder.2, or all"
                 )
             ranges.append(LayerRange(match[1] or "", first, last))
         return cls(tuple(ranges))
@@ -67,15 +73,20 @@ class LayerSet:
     def __str__(self) -> str:
         return ",".join(str(r) for r in self.ranges)
 
-    @property
-    def first(self) -> int:
-        """The lowest number in it; 1 if it is empty."""
-        return min((r.first for r in self.ranges), default=1)
+    def missing(self, layers: Iterable[str]) -> LayerRange | None:
+        """The first end of its ranges that is none of these layers; None: all of them are there.
 
-    @property
-    def last(self) -> int:
-        """The highest number in it; 0 if it is empty."""
-        return max((r.last for r in self.ranges), default=0)
+        Args:
+            layers: of the whole model, named like `decoder.7`.
+        """
+        layers = list(layers)
+        for one in self.ranges:
+            ends = [one] if one.last == _NO_END else [one._replace(last=one.first)]
+            ends += [] if one.last == _NO_END else [one._replace(first=one.last)]
+            for end in ends:
+                if not any(layer in LayerSet((end,)) for layer in layers):
+                    return end
+        return None
 
     def overlap(self, other: LayerSet) -> LayerRange | None:
         """Layers that are in both sets; None if there are none."""

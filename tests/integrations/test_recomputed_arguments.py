@@ -211,7 +211,7 @@ def test_what_layers_change_is_as_it_was_when_they_run_again(
     scale: Callable[..., Any], box: Callable[[], Any], tmp_path: Path
 ) -> None:
     models: list[Model] = []
-    found = trained(scale, box, tmp_path, models, recompute_layers="0-99")
+    found = trained(scale, box, tmp_path, models, recompute_layers="all")
     assert found == trained(scale, box, None, models)
     assert [one["recomputed_layers"] for one in found.statistics] == [LAYERS] * STEPS
     mine, theirs = models
@@ -237,7 +237,7 @@ def test_a_graph_that_is_retained_finds_them_as_they_were_each_time(tmp_path: Pa
     model = Model(by_object, Holder)
     x = torch.randn(2, 16, WIDTH)
     results = []
-    for settings in ({}, {"recompute_layers": "0-99"}):
+    for settings in ({}, {"recompute_layers": "all"}):
         with offload_activations(model, tmp_path, min_bytes=1, **settings):
             loss = model(x)
             loss.backward(retain_graph=True)
@@ -256,7 +256,7 @@ def test_a_large_tensor_in_a_container_is_copied_once_it_is_known_to_change(tmp_
     def scale(_: Any, box: list[torch.Tensor], __: Any) -> torch.Tensor:
         return box[0].mul_(1.5)[0].clone()
 
-    found = trained(scale, box, tmp_path, recompute_layers="0-99")
+    found = trained(scale, box, tmp_path, recompute_layers="all")
     assert found == trained(scale, box)
     assert [one["recomputed_layers"] for one in found.statistics] == [0, LAYERS, LAYERS]
 
@@ -270,7 +270,7 @@ def test_a_layer_that_changes_its_input_in_place_is_refused(tmp_path: Path) -> N
     with pytest.raises(
         ChangedInPlaceError, match=r"changed its argument x in place.*change a copy"
     ):
-        trained(in_place, lambda: None, tmp_path, recompute_layers="0-99")
+        trained(in_place, lambda: None, tmp_path, recompute_layers="all")
 
 
 @pytest.mark.slow
@@ -301,7 +301,7 @@ def test_what_others_change_in_place_before_a_layer_runs_again_is_refused(tmp_pa
             return x.square().mean()
 
     model = Shared(lambda _, box, __: box, lambda: None)
-    with offload_activations(model, tmp_path, recompute_layers="0-99"):
+    with offload_activations(model, tmp_path, recompute_layers="all"):
         loss = model(torch.randn(2, WIDTH))
         with pytest.raises(ChangedInPlaceError, match="box, with which a recomputed layer"):
             loss.backward()

@@ -183,7 +183,7 @@ def test_recomputed_layers_find_the_cache_as_it_was(family: str, tmp_path: Path)
         return found
 
     caches: list[Any] = []
-    found = trained(tmp_path, recompute_layers="0-99")
+    found = trained(tmp_path, recompute_layers="all")
     assert found == trained()
     assert lengths[0] == lengths[1]  # after backward
     with offload_activations(made(family), tmp_path) as offload:
@@ -209,7 +209,7 @@ def test_keys_and_values_of_a_cache_that_the_script_drops_are_not_kept(tmp_path:
     model: Any = llama()
     kept: list[weakref.ref[torch.Tensor]] = []
     (batch,) = text_batches(num_steps=1)
-    with offload_activations(model, tmp_path, recompute_layers="0-99"):
+    with offload_activations(model, tmp_path, recompute_layers="all"):
         outputs = model(**batch)
         kept += [weakref.ref(one.keys) for one in outputs.past_key_values.layers]
         loss = outputs.loss
@@ -235,7 +235,7 @@ def test_a_cache_that_is_given_is_used_and_filled_once(holds: bool, tmp_path: Pa
 
     caches: list[Any] = []
     batches = text_batches(num_steps=2)
-    found = train(llama, batches, tmp_path, call=call, recompute_layers="0-99")
+    found = train(llama, batches, tmp_path, call=call, recompute_layers="all")
     assert found == train(llama, batches, call=call)
     assert found.statistics[-1]["recomputed_layers"] == 2 * LAYERS
     assert all(one.get_seq_length() == batches[0]["input_ids"].shape[1] for one in caches)
@@ -252,7 +252,7 @@ def test_a_static_cache_is_filled_once(tmp_path: Path) -> None:
 
     caches: list[Any] = []
     batches = text_batches(num_steps=2)
-    found = train(llama, batches, tmp_path, call=call, recompute_layers="0-99")
+    found = train(llama, batches, tmp_path, call=call, recompute_layers="all")
     expected = train(llama, batches, call=call)
     assert found == expected
     for mine, theirs in zip(caches[1].layers, caches[-1].layers, strict=True):
@@ -268,7 +268,7 @@ def test_prefix_tuning_recomputes(tmp_path: Path) -> None:
         return peft.get_peft_model(llama(), tuning)  # type: ignore[no-any-return]
 
     batches = text_batches(num_steps=2)
-    found = train(model, batches, tmp_path, recompute_layers="0-99")
+    found = train(model, batches, tmp_path, recompute_layers="all")
     assert found == train(model, batches)
     # Nothing that the first layer's own arguments lead to wants a gradient, but for the cache.
     assert found.statistics[-1]["recomputed_layers"] == LAYERS - 1

@@ -193,6 +193,22 @@ def test_a_plan_of_another_model_is_refused(tmp_path: Path) -> None:
         trained(1, tmp_path, mode="auto", plan_file=plan_file)
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"recompute_layers": "1-6"}, "recompute_layers names layer 6"),
+        ({"offload_layers": "5,9"}, "offload_layers names layer 9"),
+        ({"recompute_layers": "encoder.all"}, r"recompute_layers names layer encoder\.all"),
+    ],
+)
+def test_layers_that_are_not_there_are_refused(
+    settings: dict[str, str], words: str, tmp_path: Path
+) -> None:
+    there = r", and the layers are blocks\.0 to blocks\.5; numbers are those in the names"
+    with pytest.raises(ConfigurationError, match=words + there):
+        trained(1, tmp_path, mode="ssd", **settings)
+
+
 def test_a_model_without_layers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="no modules that repeat"):
         offload_activations(torch.nn.Linear(4, 4), tmp_path, mode="auto")

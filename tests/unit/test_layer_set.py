@@ -35,7 +35,31 @@ def test_what_has_no_number_is_in_no_set(name: str) -> None:
 
 def test_it_is_written_as_it_was_read() -> None:
     assert str(LayerSet.parse("1-4, 7,encoder.2-2")) == "1-4,7,encoder.2"
-    assert LayerSet.parse("1-4,7").last == 7 and LayerSet().last == 0
+    assert str(LayerSet.parse("all")) == "all" and str(LayerSet.parse("a.b.all,1")) == "a.b.all,1"
+
+
+def test_all_names_every_layer_of_a_block_or_of_all() -> None:
+    assert len(names("all")) == 24
+    assert names("encoder.all") == {f"encoder.{number}" for number in range(1, 13)}
+    assert "decoder.0" in LayerSet.parse("all") and "decoder" not in LayerSet.parse("all")
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        ("0-3", None),
+        ("all", None),
+        ("h.all,h.3", None),
+        ("1-4", "4"),
+        ("4-9", "4"),
+        ("2,3-3,7", "7"),
+        ("x.all", "x.all"),
+        ("x.0-1", "x.0"),
+    ],
+)
+def test_layers_that_are_not_there_are_found(text: str, missing: str | None) -> None:
+    found = LayerSet.parse(text).missing([f"h.{number}" for number in range(4)])
+    assert (str(found) if found else None) == missing
 
 
 @pytest.mark.parametrize("text", ["", "3-1", "a", "1;2", "1-", "-3", "block", "1.5-2", "1,,2"])

@@ -84,7 +84,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     )
     model = transformers.GPT2LMHeadModel(config).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    activations = offload_activations(model, mode="host", recompute_layers=f"1-{args.layers}")
+    activations = offload_activations(model, mode="host", recompute_layers="all")
     parameters = offload_parameters(
         model, args.directory, gradients=args.gradients if args.measure == "together" else "off"
     )

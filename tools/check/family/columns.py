@@ -135,10 +135,10 @@ class Columns:
         return outcome, note or share, replayed > 0
 
     def _recompute(self) -> Result:
-        found, statistics = self._with_activations(self._steps[:STEPS], recompute_layers="0-9999")
-        number = min(int(one["recomputed_layers"]) for one in statistics)
         if not self._has_layers:
             return Outcome.NOT_APPLICABLE, "no layers that repeat", False
+        found, statistics = self._with_activations(self._steps[:STEPS], recompute_layers="all")
+        number = min(int(one["recomputed_layers"]) for one in statistics)
         outcome, note, moved = self._compared(found, "steps", number > 0)
         return outcome, note or ("" if moved else "moved instead"), moved
 

@@ -66,7 +66,7 @@ DOORS: dict[str, Door] = {
     "replay": Door("keep", {"replay": "on"}),
     "replay and activations on host": Door("host", {"replay": "on"}),
     "recomputed with inputs on host": Door(
-        "host", {"recompute_layers": "1-2", "recompute_input": "host"}
+        "host", {"recompute_layers": "all", "recompute_input": "host"}
     ),
     "states on host": Door(states="host"),
     "states on ssd": Door(states="ssd"),

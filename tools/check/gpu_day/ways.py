@@ -117,12 +117,11 @@ def _ours(name: str, model: Any, shape: Shape, settings: Settings, budget_bytes:
         host["host_budget"] = shape.layers * shape.layer_bytes // _TIERED_SHARE
         return offload_activations(model, settings.directory, mode="tiered", **host)
     if name == "recompute_host":
-        layers = f"1-{shape.layers}"
         return offload_activations(
-            model, mode="host", recompute_layers=layers, recompute_input="host", **host
+            model, mode="host", recompute_layers="all", recompute_input="host", **host
         )
     if name == "half":
-        layers = f"1-{shape.layers // 2}"
+        layers = f"0-{shape.layers // 2 - 1}"
         return offload_activations(model, mode="host", offload_layers=layers, **host)
     return offload_activations(model, mode="auto", memory_budget_bytes=budget_bytes, **host)
 

@@ -332,11 +332,12 @@ def check_layers(config: OffloadConfig, settings: Any) -> None:
     ):
         if layers is None or not num_layers:
             continue
-        for number in (layers.first, layers.last):
-            if not 1 <= number <= num_layers:
-                raise ConfigurationError(
-                    f"{flag} names layer {number}; the model has {num_layers}, counted from 1"
-                )
+        numbers = range(1, num_layers + 1)
+        every = (f"{block}.{number}" for block in ("encoder", "decoder") for number in numbers)
+        if (missing := layers.missing(every)) is not None:
+            raise ConfigurationError(
+                f"{flag} names layer {missing}; the model has {num_layers}, counted from 1"
+            )
 
 
 def _transformer_config(model_chunks: Sequence[torch.nn.Module]) -> Any:

@@ -24,7 +24,7 @@ from megatron.offload.integration.torch.layers import find_layers
 from megatron.offload.integration.torch.measured_run import MeasuredRun
 from megatron.offload.integration.torch.offload import ActivationOffload
 from megatron.offload.integration.torch.ranks import local_world_size, rank
-from megatron.offload.integration.torch.refusals import check_models
+from megatron.offload.integration.torch.refusals import check_models, check_named
 from megatron.offload.machine import vector_math
 from megatron.offload.planner.libraries import check_libraries
 from megatron.offload.values import parse_path
@@ -92,6 +92,7 @@ def offload_activations(
                 "give both or neither (what a checkpoint of the model's own keeps goes where "
                 "everything goes)"
             )
+            check_named(found.values(), config.offload_layers, config.recompute_layers)
             check_tiers(config, reserve_bytes=0, num_local_ranks=local_world_size())
             if config.plans:
                 check_libraries("mode='auto'")

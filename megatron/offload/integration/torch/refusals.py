@@ -12,6 +12,7 @@ import torch
 
 from megatron.offload.device.cuda import is_graphed
 from megatron.offload.errors import PARAMETERS_PREFIX, ConfigurationError
+from megatron.offload.layer_set import LayerSet
 
 MODELS = {
     "DataParallel": (
@@ -83,3 +84,24 @@ def check_not_graphed(layers: Iterable[torch.nn.Module]) -> None:
                 "has the addresses of its parameters in it, and on a tier they have none; leave "
                 "out make_graphed_callables"
             )
+
+
+def check_named(layers: Iterable[str], *sets: LayerSet | None) -> None:
+    """Makes sure that the layers which settings name are there.
+
+    Args:
+        layers: the names of those that were found.
+        sets: of `offload_layers` and `recompute_layers`; None: names none.
+
+    Raises:
+        ConfigurationError: one is not.
+    """
+    layers = list(layers)
+    for name, chosen in zip(("offload_layers", "recompute_layers"), sets, strict=True):
+        if chosen is None or (missing := chosen.missing(layers)) is None:
+            continue
+        there = f"the layers are {layers[0]} to {layers[-1]}" if layers else "no layers were found"
+        raise ConfigurationError(
+            f"{name} names layer {missing}, and {there}; numbers are those in the names of "
+            "modules, and 'all' names every layer"
+        )
