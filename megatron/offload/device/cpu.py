@@ -84,7 +84,7 @@ class CpuDevice:
         ctypes.memmove(target.data_ptr() + start, address, stop - start)
 
     def gets_back(self, storage: torch.UntypedStorage) -> bool:
-        """Always: what moves is host memory, whoever has allocated it."""
+        """Always: what moves is host memory, of any allocator."""
         return True
 
     def use_after(self, storage: torch.UntypedStorage, events: Iterable[None]) -> None:

@@ -66,17 +66,8 @@ def device_tests(settings: Settings, note: Note) -> dict[str, Any]:
     In a dry run they are only collected: elsewhere they run on the test accelerator.
     """
     tests = [f"tests/{name}" for name in _DEVICE_TESTS]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-W",
-        "ignore",
-        *tests,
-    ]
+    flags = ["-q", "-p", "no:cacheprovider", "-W", "ignore", "--show-capture=no", "--tb=short"]
+    command = [sys.executable, "-m", "pytest", *flags, *tests]
     if not settings.on_gpu:
         command.append("--collect-only")
     text = _output(command, allowed=(0,))

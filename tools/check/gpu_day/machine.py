@@ -71,7 +71,10 @@ def facts(settings: Settings, note: Note) -> dict[str, Any]:
     found["gpu_free_bytes"] = torch.cuda.mem_get_info(settings.device)[0]
     note(found)
     snapshot = torch.cuda.memory._snapshot()
-    found["allocator"] = snapshot.get("allocator_settings", {})
+    settings_of_it = snapshot.get("allocator_settings", {})
+    found["allocator"] = {
+        name: value for name, value in settings_of_it.items() if not isinstance(value, dict)
+    }
     note(found)
     if command := shutil.which("nvidia-smi"):
         asked = [command, "-q", "-d", "CLOCK,POWER,PERFORMANCE"]

@@ -16,6 +16,7 @@ from check.gpu_day.spans import LANES
 from megatron.offload.sizes import GIB
 
 _DPI = 130
+_MARKERS = "os^vD"
 _NAMES = {
     "keep": "keep, with our hooks",
     "none": "keep",
@@ -23,6 +24,7 @@ _NAMES = {
     "recompute_host": "recompute, inputs on host",
     "replay": "keep with replay",
     "host_replay": "host with replay",
+    "auto_replay": "auto with replay",
 }
 
 
@@ -53,11 +55,14 @@ def _rok(day: Day, path: Path) -> Path | None:
 
     figure, axes = plt.subplots(1, len(lines), figsize=(8 * len(lines), 5.5), squeeze=False)
     for ax, (seq, ways) in zip(axes[0], sorted(lines.items()), strict=True):
-        for way, found in ways.items():
+        several = len({one["shape"]["batch"] for found in ways.values() for one in found}) > 1
+        for number, (way, found) in enumerate(ways.items()):
             found = sorted(found, key=lambda one: (one["shape"]["batch"], _memory_gib(one)))
             xs, ys = [_memory_gib(one) for one in found], [one["TFLOP_per_s"] for one in found]
-            ax.plot(xs, ys, marker="o", markersize=5, linewidth=1, label=_NAMES.get(way, way))
-            for x, y, one in zip(xs, ys, found, strict=True):
+            color, marker = plt.get_cmap("tab20")(number % 20), _MARKERS[number % len(_MARKERS)]
+            ax.plot(xs, ys, color=color, marker=marker, markersize=7, linewidth=1,
+                    label=_NAMES.get(way, way))  # fmt: skip
+            for x, y, one in zip(xs, ys, found, strict=True) if several else ():
                 ax.annotate(f"B{one['shape']['batch']}", (x, y), fontsize=7, xytext=(3, 3),
                             textcoords="offset points")  # fmt: skip
         ax.set(xlabel="activation memory peak (GiB)", ylabel="model throughput (TFLOP/s)")

@@ -8,7 +8,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from check.gpu_day.job import OK, Result
+from check.gpu_day.job import NOT_BEGUN, OK, Result
 from check.gpu_day.results import Day
 from megatron.offload.sizes import format_size
 
@@ -22,7 +22,7 @@ _TRAINING = (
 
 def page(day: Day) -> str:
     """Everything that a person reads."""
-    parts = ["# GPU day", day.machine, f"    {day.command}"]
+    parts = ["# GPU day", day.machine, f"```bash\n{day.command}\n```"]
     parts += [_DRY] if day.is_dry else []
     parts += [day.note] if day.note else []
     parts.append(_overview(day))
@@ -42,7 +42,7 @@ def page(day: Day) -> str:
 
 
 def _overview(day: Day) -> str:
-    """How every job ended; what failed and what has not begun stand in it with the reason."""
+    """How every job ended, with the reason where it did not go well, and what has not begun."""
     counts: dict[str, int] = {}
     for result in day.results.values():
         counts[result.status] = counts.get(result.status, 0) + 1
@@ -50,8 +50,14 @@ def _overview(day: Day) -> str:
     rows = [
         [name, result.status, f"{result.wall_s:.0f}", result.reason.replace("|", "/")]
         for name, result in day.results.items()
+        if result.status != NOT_BEGUN
     ]
-    return f"## Overview\n\n{head}\n\n{_table(['job', 'ended', 's', 'why'], rows)}"
+    late = [name for name, result in day.results.items() if result.status == NOT_BEGUN]
+    heads = ["job", "ended", "s", "why"]
+    table = tabulate(rows, heads, "github", colalign=["left", "left", "right", "left"])
+    return "\n\n".join(
+        ["## Overview", head, table, *([f"Not begun: {', '.join(late)}."] if late else [])]
+    )
 
 
 def _facts(day: Day) -> str:

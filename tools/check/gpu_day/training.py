@@ -30,9 +30,9 @@ from megatron.offload.machine import vector_math
 
 Note = Callable[[dict[str, Any]], None]
 _WARM_STEPS = 3
-_MOST_STEPS_OF_PLANS = 24
-_SETTLED = 5  # steps of `auto` without a new plan
-_LONG_S = 5.0  # a first step that takes longer is the only one: memory is there by then
+_MOST_STEPS_OF_PLANS = 40
+_SETTLED = 10  # steps of `auto` without a new plan: after 8 it plans again, if only once
+_LONG_S = 5.0  # a first step that takes longer is the last of them: memory is there by then
 _MARKS = 3  # timestamps of a step
 
 
@@ -58,6 +58,7 @@ class Trainee:
         self.device = open_device(settings.device)
         self._tokens = make_tokens(shape, 4, settings.device)
         self._num_steps = 0
+        self._least_steps = 1 if self.states is None else 2  # the second one reads states first
         self.marks: list[Any] = []
         self.losses: list[torch.Tensor] = []
 
@@ -89,7 +90,8 @@ class Trainee:
             if plans != num_plans:
                 num_plans, last_plan = plans, number
             is_planned = plans is None or (plans > 0 and number - last_plan >= _SETTLED)
-            if (number >= _WARM_STEPS or seconds > _LONG_S) and is_planned:
+            enough = _WARM_STEPS if seconds <= _LONG_S else self._least_steps
+            if number >= enough and is_planned:
                 break
         return seconds
 
