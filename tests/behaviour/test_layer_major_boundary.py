@@ -59,7 +59,7 @@ RECOMPUTED = {"recompute_layers": "2-4", "recompute_input": "ssd"}
         {"mode": "host", "boundary": "ssd"},
         {"mode": "tiered", "boundary": "tiered"},
         RECOMPUTED,
-        {"recompute_layers": "1-6"},
+        {"recompute_layers": "all"},
     ],
     ids=["ssd", "host", "both", "tiered", "recomputed, inputs move", "recomputed, inputs stay"],
 )
