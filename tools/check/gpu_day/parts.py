@@ -107,6 +107,14 @@ def _auto(settings: Settings) -> list[Job]:
             )
             for way, words in {"auto": "", "auto_replay": ", with replay"}.items()
         ]  # fmt: skip
+    smallest = settings.few(shape.budget(_BUDGETS[0]), 64 << 20)
+    jobs += [
+        _training(
+            f"auto/{_BUDGETS[0]:.0%} and no more memory{words}", settings, shape, way, 8,
+            limit_s=120, budget_bytes=smallest, limits_memory=True,
+        )
+        for way, words in {"auto": "", "auto_replay": ", with replay"}.items()
+    ]  # fmt: skip
     return jobs
 
 

@@ -114,6 +114,7 @@ def train(
     states: str = "device",
     budget_bytes: int | None = None,
     shows_spans: bool = False,
+    limits_memory: bool = False,
 ) -> dict[str, Any]:
     """Trains; see Note [What is measured].
 
@@ -125,6 +126,8 @@ def train(
         states: where the optimizer's are: device, host, or cpu with the step there.
         budget_bytes: of `auto`.
         shows_spans: one more step runs under torch's profiler.
+        limits_memory: the measured steps get no more memory than the base and the budget, what
+            torch's allocator holds for reuse included.
     """
     began_s = time.perf_counter()
     trainee = Trainee(way, shape, settings, states, budget_bytes)
@@ -139,6 +142,8 @@ def train(
     last_s = trainee.settle()
     found["first_steps"] = len(trainee.losses)
     note(found)
+    if limits_memory and budget_bytes is not None:
+        found["limit_bytes"] = _limit_memory(trainee.device, settings, budget_bytes)
     count = max(1, min(num_steps, int(seconds / max(last_s, 1e-6))))
     found |= measure(trainee, settings, count)
     note(found)
@@ -190,6 +195,17 @@ def measure(trainee: Trainee, settings: Settings, num_steps: int) -> dict[str, A
         found["reserved_bytes"] = module.max_memory_reserved(settings.device)
         found["alloc_retries"] = _retries(module) - retries
     return found
+
+
+def _limit_memory(device: Any, settings: Settings, budget_bytes: int) -> int:
+    """Has torch's allocator take no more than what is there now and a budget; its bytes."""
+    finish(device)
+    limit_bytes = int(device.allocated_bytes()) + budget_bytes
+    if settings.on_gpu:
+        torch.cuda.empty_cache()
+        total_bytes = torch.cuda.get_device_properties(settings.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(limit_bytes / total_bytes, settings.device)
+    return limit_bytes
 
 
 def _retries(module: Any) -> int:
