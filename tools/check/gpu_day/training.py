@@ -13,6 +13,7 @@ steps; the base is what is allocated before a step: weights, gradients and state
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections.abc import Callable
@@ -34,6 +35,20 @@ _MOST_STEPS_OF_PLANS = 40
 _SETTLED = 10  # steps of `auto` without a new plan: after 8 it plans again, if only once
 _LONG_S = 5.0  # a first step that takes longer is the last of them: memory is there by then
 _MARKS = 3  # timestamps of a step
+
+
+class Said(logging.Handler):
+    """What the package says from INFO on: when it plans and why."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+        logger = logging.getLogger("megatron.offload")
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
 class Trainee:
@@ -130,6 +145,7 @@ def train(
             torch's allocator holds for reuse included.
     """
     began_s = time.perf_counter()
+    said = Said()
     trainee = Trainee(way, shape, settings, states, budget_bytes)
     found: dict[str, Any] = {
         "way": way,
@@ -149,7 +165,7 @@ def train(
     note(found)
     if shows_spans:
         found["spans"] = device_spans(trainee.step, settings)
-    found |= _of_handles(trainee)
+    found |= _of_handles(trainee) | {"said": said.lines}
     trainee.close()
     return found
 
