@@ -215,6 +215,7 @@ def others_seconds() -> collections.Counter[str]:
 
 def watch_moving(stack: contextlib.ExitStack) -> None:
     """Has the calls timed in which I/O threads move bytes, without the interpreter."""
+    _moving_s.clear()  # of threads that are there no more
 
     def replace(owner: Any, name: str) -> None:
         move = getattr(owner, name)
