@@ -66,10 +66,11 @@ def made(tmp_path: Path) -> Iterator[Training]:
 
 # Imports once, and forks for each way: a process that has imported torch and has no threads.
 _EACH_WAY = """
-    import faulthandler, io, json, os, sys, tempfile, threading
+    import faulthandler, io, json, os, sys, tempfile, threading, time, types
     from pathlib import Path
     import torch
     from tests.behaviour.test_mapped_files_that_fail import cut, shown
+    from megatron.offload.tiers import bus_error
     from tests.support.streams import Training
 
     def touch(tensors, way):
@@ -79,6 +80,15 @@ _EACH_WAY = """
             tensors[0].numpy().sum()
         elif way == "read by threads":
             threads = [threading.Thread(target=one.sum) for one in tensors]
+            for one in threads: one.start()
+            for one in threads: one.join()
+        elif way == "read by threads, and one takes long to say it":
+            write = os.write
+            def late(fd, text):
+                time.sleep(0.5)  # the other thread is in its handler by then
+                return write(fd, text)
+            bus_error.os = types.SimpleNamespace(write=late)
+            threads = [threading.Thread(target=tensors[0].sum) for _ in range(2)]
             for one in threads: one.start()
             for one in threads: one.join()
         elif way != "sent by another process":
@@ -126,6 +136,7 @@ _WAYS = (
     "written",
     "read by numpy",
     "read by threads",
+    "read by threads, and one takes long to say it",
     "saved by a forked process",
     "faulthandler",
     _SENT,

@@ -20,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
 from typing import Any, ClassVar
 
 _SA_SIGINFO = 4  # <asm-generic/signal-defs.h>
@@ -52,6 +53,7 @@ class _Cause(ctypes.Structure):
 # By address, for as long as something is mapped there: its size, and what to say. Children that are
 # forked inherit it, as they inherit mappings and handler.
 _sentences: dict[int, tuple[int, str]] = {}
+_saying = threading.Lock()  # of the handler alone, which a signal of its own does not interrupt
 _installed: list[Any] = []  # the function of ctypes, which must live as long as the process
 
 
@@ -77,10 +79,11 @@ def _install() -> None:
     def handle(_: int, info: int, __: int) -> None:
         cause = _Cause.from_address(info)
         try:
-            for start, (num_bytes, sentence) in list(_sentences.items()):
-                if start <= (cause.address or 0) < start + num_bytes:
-                    forget(start)  # other threads may wait here for the same file
-                    os.write(2, f"{sentence}\n".encode())
+            with _saying:  # a thread that has nothing left to say ends the process: not before
+                for start, (num_bytes, sentence) in list(_sentences.items()):
+                    if start <= (cause.address or 0) < start + num_bytes:
+                        os.write(2, f"{sentence}\n".encode())
+                        forget(start)  # other threads may wait here for the same file
         finally:  # the instruction is repeated, and the signal goes to the handler of before
             sigaction(signal.SIGBUS, ctypes.byref(before), None)
             if cause.code < _FROM_KERNEL:  # another process sent it: nothing is repeated
