@@ -73,6 +73,8 @@ class Run:
         self.head_bytes = 0  # that the loss saves
         self.spared: dict[int, int] = {}  # the same by storage
         self.replays: list[torch.UntypedStorage] = []  # of each MLP, computed again in 0.5 s each
+        self.only_for_replay = 0  # bytes of each MLP
+        self.unreplayed: set[str] = set()  # layers whose MLPs keep that
 
     def step(self, num: int = 2, tokens: int = 8, *, well: bool = True) -> None:
         self.profiler.begin_step()
@@ -140,9 +142,15 @@ class Run:
         self.profiler.stayed(mlp, large)  # saved twice
         self.profiler.stayed(mlp, small)
         self.alive = large, small
-        for one in self.replays:
-            self.profiler.replays(mlp, one, 100)
-        if self.replays:
+        if scope.layer in self.unreplayed:
+            for one in self.replays:
+                self.profiler.stayed(mlp, one)
+        elif self.replays:
+            if self.only_for_replay:
+                self.profiler.saves_for_replay(mlp, self.only_for_replay)
+                self.profiler.moves(mlp, self.only_for_replay)
+            for one in self.replays:
+                self.profiler.replays(mlp, one, 100)
             x.register_hook(lambda _: self._replay(mlp))
             x = self.takes(x, 0.0, 0.0)
         self.profiler.end_layer([x])
@@ -445,6 +453,7 @@ def test_what_is_replayed_is_neither_kept_nor_part_of_backward() -> None:
                 replayed_bytes=8000,
                 replay_extra_bytes=5000,
                 replay_s=1.0,
+                only_for_replay_bytes=200,
             ),
         )
         assert layer == dataclasses.replace(other, parts=parts)
@@ -476,3 +485,34 @@ def test_what_is_replayed_is_known_from_before_where_a_layer_was_recomputed() ->
         10000,
         1.0,
     )
+
+
+def kept_without_replay(tokens: int) -> tuple[StageProfile, StageProfile]:
+    """A profile with replay, and one of steps in which the second layer's MLP kept all of it."""
+    run = Run()
+    run.replays = [torch.UntypedStorage(3000), torch.UntypedStorage(5000)]
+    run.only_for_replay = 700
+    run.step()
+    before = run.profile()
+    run.profiler.clear()
+    run.unreplayed = {"decoder.2"}
+    run.step(tokens=tokens)
+    unreplayed = {(0, "decoder.2", "mlp"), (0, "decoder.1", "attention")}
+    return before, run.profile(previous=before, unreplayed=unreplayed)
+
+
+def test_what_is_replayed_is_known_from_before_where_it_was_kept() -> None:
+    before, after = kept_without_replay(tokens=8)
+    assert before.layers[1].parts[1].only_for_replay_bytes == 700 + 2 * 100
+    assert after == before
+
+
+def test_what_was_kept_says_how_much_more_is_replayed_now() -> None:
+    before, after = kept_without_replay(tokens=16)
+    [_, first], [_, second] = before.layers[1].parts, after.layers[1].parts
+    kept_bytes = 16000 + MIN_BYTES - 1 + 8000  # what can move grows with the tokens
+    scale = kept_bytes / first.all_bytes
+    assert abs(second.all_bytes - kept_bytes) <= 2  # all is rounded
+    assert second.replayed_bytes == round(scale * 8000)
+    assert second.movable_bytes == round(scale * first.movable_bytes)
+    assert second.replay_s == 1.0  # forward has taken as long as before

@@ -20,6 +20,7 @@ from megatron.offload.planner.simulator.arrays import Ints
 from megatron.offload.planner.simulator.instructions import (
     FIRST_TIER,
     KEEP,
+    KEEP_ALL,
     RECOMPUTE_LAYER,
     SELECTIVE_OFFSET,
 )
@@ -131,7 +132,7 @@ class _Solution:
         self._program = Program(profile, self._choices)
         self._budget_bytes = budget_bytes
         self._max_slowdown = max_slowdown
-        self._fastest = self._search.cost(self._choices.all(KEEP))
+        self._fastest = self._search.cost(self._choices.all(KEEP_ALL))
         self._limit_s = self._fastest.step_s * (1 + (max_slowdown or 0.0)) * (1 + 1e-9)
 
     def plan(self) -> Plan:
@@ -141,7 +142,7 @@ class _Solution:
     def _in_words(self, chosen: Ints, cost: Cost) -> Plan:
         budget = math.inf if self._budget_bytes is None else self._budget_bytes
         reasons = Reasons(self._timeline, chosen, budget).of_parts()
-        fastest = self._whole.cost(self._choices.all(KEEP))
+        fastest = self._whole.cost(self._choices.all(KEEP_ALL))
         replay = replay_in_words(self._profile.layers)
         return replace(
             self._choices.plan(chosen, reasons),
@@ -173,7 +174,7 @@ class _Solution:
                     break
                 target -= cost.peak_bytes - budget
         if self._budget_bytes is None:
-            everything = self._choices.all(KEEP)
+            everything = self._choices.all(KEEP_ALL)
             return everything, self._whole.cost(everything)
         for chosen in (self._search.best(_smallest), self._smallest_found):
             cost = self._whole.cost(chosen)
@@ -184,7 +185,7 @@ class _Solution:
 
     def _least_time(self, budget: float) -> Ints:
         if self._fastest.peak_bytes <= budget:
-            return self._choices.all(KEEP)
+            return self._choices.all(KEEP_ALL)
         goal = self._fastest_within(budget)
         starts = self._simple_starts()
         aim = budget
@@ -246,7 +247,7 @@ class _Solution:
         places = (KEEP, *tiers)
         selective = (choice + SELECTIVE_OFFSET for choice in places)
         again = (from_tier(RECOMPUTE_LAYER, n) for n in range(len(self._profile.tiers)))
-        every = (*places, RECOMPUTE_LAYER, *again, *selective)
+        every = (KEEP_ALL, *places, RECOMPUTE_LAYER, *again, *selective)
         return [self._choices.all(choice) for choice in every]
 
     def _improve(self, starts: list[Ints], goal: Goal, search: Search | None = None) -> Ints:
