@@ -317,3 +317,18 @@ def test_smaller_storages_are_not_replayed() -> None:
     of = Projection(model, Parallelism(), hardware, min_bytes=1 << 30)
     with_replay = project(dataclasses.replace(of, replay=True))
     assert with_replay == project(of)
+
+
+def test_programs_are_solved_until_one_keeps_to_the_budget() -> None:
+    """The first three need a part in a thousand more, and no small change of them needs less."""
+    hardware = Hardware(GpuSpec.load("h100"), DriveSpec.load("990-pro"), 0, 500 << 30)
+    model = Transformer(**LLAMA_8B, eager=True)
+    parallel = Parallelism(data=8, global_batch_size=64)
+    profile = project(
+        Projection(model, parallel, hardware, distributed_optimizer=True, replay=True)
+    )
+    budget = 11_374_952_448
+    plan = solve(profile, budget_bytes=budget)
+    assert plan.predicted is not None and plan.fastest is not None
+    assert plan.predicted.peak_bytes <= budget
+    assert plan.predicted.step_s < 1.05 * plan.fastest.step_s

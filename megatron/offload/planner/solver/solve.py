@@ -34,7 +34,7 @@ from megatron.offload.sizes import format_size
 _MOST_EVENTS = 300_000
 _MOST_TIMES = 32  # that, for steps of which all micro-batches are simulated
 _SHARE = 0.4  # of what is left of it, for the next starting point
-_MOST_PROGRAMS = 3
+_FEWEST_PROGRAMS, _MOST_PROGRAMS = 3, 8  # the latter until one keeps to the budget
 _MOST_KICKS = 8
 _MOST_CHECKS = 4
 _NEAR_LAYERS = 1  # that forward is launched ahead of the device where a plan bounds that
@@ -188,14 +188,17 @@ class _Solution:
             return self._choices.all(KEEP_ALL)
         goal = self._fastest_within(budget)
         starts = self._simple_starts()
-        aim = budget
-        for _ in range(_MOST_PROGRAMS):
+        aim, fits = budget, False
+        for number in range(_MOST_PROGRAMS):
+            if number >= _FEWEST_PROGRAMS and fits:
+                break
             found = self._program.solve(budget_bytes=aim)
             if found is None:
                 break
             starts.append(found)
             # The program's memory is not exactly the simulation's.
             peak = self._search.cost(found).peak_bytes
+            fits |= peak <= budget
             aim = min(aim * budget / max(peak, 1.0), 2 * budget)
         best = self._improve(starts, goal)
         if goal(self._search.cost(best))[0] > 0:
