@@ -54,9 +54,9 @@ def _draw(axes: Any, comparison: PlanComparison) -> None:
 def _mark_goal(axes: Any, comparison: PlanComparison) -> None:
     """The plans for the goal that was asked for, with replay and without, by their peaks."""
     keep_s = comparison.keep.step_s
-    for one, color, which in (
-        (comparison.predicted, "tab:blue", "with replay"),
-        (comparison.without_replay, "tab:gray", "without"),
+    for one, color, which, above in (
+        (comparison.predicted, "tab:blue", "with replay", 9),
+        (comparison.without_replay, "tab:gray", "without", -17),
     ):
         if one is None:
             continue
@@ -65,7 +65,7 @@ def _mark_goal(axes: Any, comparison: PlanComparison) -> None:
         axes.annotate(
             f"{one.peak_bytes / GIB:.1f} GiB",
             place,
-            (0, 9),
+            (0, above),
             textcoords="offset points",
             color=color,
         )
