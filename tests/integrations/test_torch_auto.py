@@ -258,6 +258,7 @@ def test_the_profile_has_what_is_replayed_and_its_seconds(tmp_path: Path) -> Non
     assert part["replay_extra_bytes"] == 2 * tokens * size
     assert part["movable_bytes"] + part["replayed_bytes"] == without["movable_bytes"]
     assert part["resident_bytes"] == without["resident_bytes"] + 2 * size  # copies of the norm's
+    assert part["only_for_replay_bytes"] == 2 * size
     assert part["replay_s"] > 0 == without["replay_s"] == without["replayed_bytes"]
 
 

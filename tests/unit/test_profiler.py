@@ -71,6 +71,7 @@ class Run:
         self.recomputed_parts: set[tuple[str, str]] = set()
         self.selective: list[int] = []  # sizes, of each MLP; below 0 of what is kept for it
         self.head_bytes = 0  # that the loss saves
+        self.head_replays: torch.UntypedStorage | None = None  # as well
         self.spared: dict[int, int] = {}  # the same by storage
         self.replays: list[torch.UntypedStorage] = []  # of each MLP, computed again in 0.5 s each
         self.only_for_replay = 0  # bytes of each MLP
@@ -87,6 +88,10 @@ class Run:
                 x = self.takes(x, 0.125, 4.0)
                 if self.head_bytes:
                     self.profiler.moves(Scope(), self.head_bytes)
+                if self.head_replays is not None and "decoder.2.after" in self.unreplayed:
+                    self.profiler.stayed(Scope(), self.head_replays)
+                elif self.head_replays is not None:
+                    self.profiler.replays(Scope(), self.head_replays, 0)
             with self.profiler.backward(0, micro_batch):
                 x.sum().backward()
             self.clock.now_s += 100.0  # between passes
@@ -505,6 +510,21 @@ def test_what_is_replayed_is_known_from_before_where_it_was_kept() -> None:
     before, after = kept_without_replay(tokens=8)
     assert before.layers[1].parts[1].only_for_replay_bytes == 700 + 2 * 100
     assert after == before
+
+
+def test_what_runs_between_layers_is_known_from_before_too() -> None:
+    run = Run()
+    run.head_bytes, run.head_replays = 4000, torch.UntypedStorage(2000)
+    run.step()
+    before = run.profile()
+    assert before.layers[2].replayed_bytes == 2000
+    run.profiler.clear()
+    run.unreplayed = {"decoder.2.after"}
+    run.step()
+    assert run.profile(previous=before, unreplayed={(0, "decoder.2.after", "layer")}) == before
+    # What the policy has not been told of is taken as it is.
+    run.step()
+    assert run.profile(previous=before).layers[2].replayed_bytes == 0
 
 
 def test_what_was_kept_says_how_much_more_is_replayed_now() -> None:
