@@ -208,7 +208,8 @@ class OffloadConfig(TierSettings):
         "on: a saved tensor that is a cheap function of other saved tensors (a norm's output, an "
         "activation function's, a cast, a sum) is neither kept nor moved; backward computes it "
         "again of these, with the same bytes. Each kind is compared with what was saved when a "
-        "layer first saves it. off: all that autograd saves is kept or moved.",
+        "layer first saves it. With auto a plan chooses which layers do so. off: all that autograd "
+        "saves is kept or moved.",
         choices=("off", "on"),
     )
     chunked_loss: str | int = flag(

@@ -166,12 +166,15 @@ def test_a_plan_and_a_memory_report_hear_of_the_bits(make_engine, mode):
         def replays(self, scope: Scope, storage: torch.UntypedStorage, copied_bytes: int) -> None:
             heard.append(("replays", storage.nbytes()))
 
+        def saves_for_replay(self, scope: Scope, num_bytes: int) -> None:
+            heard.append(("for replay", num_bytes))
+
     engine = make_engine(mode=mode)
     engine.observe(Listens())
     with engine.step():
         packed = engine.hooks.pack(new_noise())
     bits = ("moves" if mode == "ssd" else "stayed", bits_bytes(NUM))
-    assert heard == [bits, ("replays", NUM * 4)]
+    assert heard == [("for replay", bits_bytes(NUM)), bits, ("replays", NUM * 4)]
     del packed
 
 

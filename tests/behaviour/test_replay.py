@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.offload import ChangedInPlaceError, OffloadEngine, Scope
+from megatron.offload import ChangedInPlaceError, OffloadEngine, Placement, Scope
+from megatron.offload.activations.placement.plan import Plan, PlannedPart
+from megatron.offload.activations.placement.plan_policy import PlannedPolicy
 from megatron.offload.activations.saved import replayable_nodes
 from megatron.offload.activations.saved.recipe import Layout, Program, Step
 from megatron.offload.activations.saved.replayable_nodes import add_function
@@ -150,6 +152,25 @@ def test_its_gradients_are_the_same_and_it_moves_less(make_engine, name, dtype, 
     assert all(map(torch.equal, train(off, way, layer, lambda: weights(dtype)), plain))
     assert off.statistics.replayed_bytes == 0
     assert counted.offloaded_bytes < off.statistics.offloaded_bytes
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_where_a_plan_keeps_all_nothing_is_replayed_until_another_plan_comes(offload_config, way):
+    policy = PlannedPolicy(1, Placement.SSD)
+    plain = train(None, way, between(F.silu), weights)
+    engine = OffloadEngine(offload_config(replay="on"), policy=policy)
+    try:
+        for replays in (True, False, True):
+            line = PlannedPart(0, "", "layer", Placement.KEEP, 8, replays=replays)
+            policy.follow(Plan((line,)))
+            ours = train(engine, way, between(F.silu), weights)
+            assert len(ours) == len(plain) and all(map(torch.equal, ours, plain))
+            counted, size = engine.statistics, 8 * 64 * 4
+            assert counted.offloaded_bytes == 0
+            assert counted.replayed_bytes == size * replays
+            assert counted.num_replays == replays
+    finally:
+        engine.close()
 
 
 class RMSNorm(nn.Module):
@@ -554,7 +575,7 @@ class Listener:
     """Hears what a step saved, as `Observer` has it."""
 
     def __init__(self) -> None:
-        self.moved, self.stayed_bytes, self.replayed = [], {}, []
+        self.moved, self.stayed_bytes, self.replayed, self.for_replay = [], {}, [], []
         self.num_replays = 0
 
     def moves(self, scope: Scope, num_bytes: int) -> None:
@@ -565,6 +586,9 @@ class Listener:
 
     def replays(self, scope: Scope, storage: torch.UntypedStorage, copied_bytes: int) -> None:
         self.replayed.append((scope.layer, storage.nbytes(), copied_bytes))
+
+    def saves_for_replay(self, scope: Scope, num_bytes: int) -> None:
+        self.for_replay.append((scope.layer, num_bytes))
 
     @contextlib.contextmanager
     def replaying(self, scope: Scope) -> Iterator[None]:
@@ -595,3 +619,4 @@ def test_an_observer_hears_of_what_is_replayed_and_of_what_is_saved_for_it(make_
     assert sum(one[1] for one in listener.replayed) == engine.statistics.replayed_bytes
     saved = listener.moved if mode == "ssd" else list(listener.stayed_bytes.values())
     assert saved.count(size // 2) == 1
+    assert listener.for_replay == [("decoder.1", size // 2)]

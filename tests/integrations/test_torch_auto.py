@@ -16,6 +16,10 @@ from megatron.offload import ConfigurationError, Placement, offload_activations
 from megatron.offload.activations.placement.plan import Plan, PlannedPart
 from megatron.offload.activations.placement.plan_file import load_plans, save_plans
 from megatron.offload.activations.saved.scope import name_of_call
+from megatron.offload.planner.profile.stage_profile import StageProfile
+from megatron.offload.planner.simulator.instructions import KEEP
+from megatron.offload.planner.simulator.timeline import Timeline
+from megatron.offload.planner.solver.solve import solve
 from tests.support.models import Block
 from tests.support.same_training import Batch, Training, train
 
@@ -270,4 +274,45 @@ def test_the_profile_has_what_is_replayed_and_its_seconds(tmp_path: Path) -> Non
     assert part["replay_extra_bytes"] == 2 * tokens * size
     assert part["movable_bytes"] + part["replayed_bytes"] == without["movable_bytes"]
     assert part["resident_bytes"] == without["resident_bytes"] + 2 * size  # copies of the norm's
+    assert part["only_for_replay_bytes"] == 2 * size
     assert part["replay_s"] > 0 == without["replay_s"] == without["replayed_bytes"]
+
+
+def gated(num_steps: int, directory: Path | None = None, **settings: object) -> Training:
+    return train(GatedStack, batches(num_steps), directory, call=lambda m, b: m(**b), **settings)
+
+
+def test_where_there_is_room_for_all_nothing_is_replayed(tmp_path: Path) -> None:
+    """The first plan, and the second one, which has measured steps that replay nothing."""
+    settings = {"mode": "auto", "replay": "on", "min_bytes": 2048, "memory_budget_bytes": "1GiB"}
+    found = gated(13, tmp_path, run_directory=tmp_path, **settings)
+    assert found == gated(13)
+    assert found.statistics[-1]["plans"] >= 2
+    replayed = [step["replayed_bytes"] for step in found.statistics]
+    of_layer = 2 * 64 * 4 * HIDDEN * (1 + 2 + 2)
+    assert replayed == [NUM_LAYERS * of_layer] * 3 + [0] * 10
+    # The second plan could have replayed.
+    profile = StageProfile.load(tmp_path / "activation-profile-stage0.json")
+    assert [one.replayed_bytes for one in profile.layers[:NUM_LAYERS]] == [of_layer] * NUM_LAYERS
+    assert all(one.replay_s > 0 for one in profile.layers[:NUM_LAYERS])
+
+
+def test_where_there_is_room_for_some_these_do_not_replay(tmp_path: Path) -> None:
+    settings = {"mode": "auto", "replay": "on", "min_bytes": 2048}
+    gated(4, tmp_path, run_directory=tmp_path, memory_budget_bytes="1GiB", **settings)
+    profile = StageProfile.load(tmp_path / "activation-profile-stage0.json")
+    layers = tuple(dataclasses.replace(one, recompute_s=None) for one in profile.layers)
+    profile = dataclasses.replace(profile, tiers=(), layers=layers)
+    timeline = Timeline(profile)
+    most = timeline.keep_all().peak_bytes
+    least = timeline.predict(timeline.choices.plan(timeline.choices.all(KEEP))).peak_bytes
+    plan = solve(profile, budget_bytes=(most + least) // 2)
+    planned = {one.layer: one.replays for one in plan.parts if one.placement is Placement.KEEP}
+    num_replaying = sum(planned[layer] for layer in LAYERS)
+    assert 0 < num_replaying < NUM_LAYERS
+    save_plans(tmp_path / "plan.json", [plan])
+    found = gated(4, tmp_path, plan_file=tmp_path / "plan.json", **settings)
+    assert found == gated(4)
+    for step in found.statistics:
+        assert step["replayed_bytes"] == num_replaying * profile.layers[0].replayed_bytes
+        assert step["recomputed_layers"] == step["offloaded_bytes"] == 0

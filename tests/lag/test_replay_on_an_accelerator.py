@@ -10,7 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.offload import offload_activations
+from megatron.offload import Placement, offload_activations
+from megatron.offload.activations.placement.plan import Plan, PlannedPart
+from megatron.offload.activations.placement.plan_file import save_plans
+from megatron.offload.activations.saved.scope import name_after
 from tests.support.lag.module import LagModule
 
 DEVICE = "lag"
@@ -77,6 +80,38 @@ def test_the_bits_are_the_same_however_late_the_device_is(
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
     assert counted["replayed_bytes"] > 0 and counted["num_replays"] > 0
     assert counted["offloaded_bytes"] < without["offloaded_bytes"]
+
+
+def test_auto_replays_no_more_where_there_is_room_for_all(lag: LagModule, tmp_path: Path) -> None:
+    """The last step is the first one that follows a plan."""
+    expected, _ = trained(None)
+    lag.set_delays(50, 1500, seed=0)
+    found, counted = trained(tmp_path, mode="auto", memory_budget_bytes="1GiB", replay="on")
+    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+    assert (counted["plans"], counted["replayed_bytes"], counted["num_replays"]) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_layers_replay_between_others_that_do_not(
+    seed: int, lag: LagModule, tmp_path: Path
+) -> None:
+    """What others are made of leaves in the first one and stays in the third."""
+    expected, _ = trained(None)
+    _, all_replay = trained(tmp_path, mode="keep", replay="on")
+    keep = Placement.KEEP
+    each = [(Placement.SSD, True), (keep, False), (keep, True), (keep, False), (keep, False)]
+    names = [*(f"layers.{n}" for n in range(4)), name_after("layers.3")]
+    lines = [
+        PlannedPart(0, name, "layer", placement, 0, replays=replays)
+        for name, (placement, replays) in zip(names, each, strict=True)
+    ]
+    save_plans(tmp_path / "plan.json", [Plan(tuple(lines))])
+    lag.set_delays(50, 1500, seed=seed)
+    found, counted = trained(tmp_path, mode="auto", plan_file=tmp_path / "plan.json", replay="on")
+    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+    of_loss = TOKENS * HIDDEN * 4
+    assert 2 * counted["replayed_bytes"] + of_loss == all_replay["replayed_bytes"]
+    assert counted["offloaded_bytes"] > 0
 
 
 class DropPath(torch.nn.Module):

@@ -22,6 +22,7 @@ from megatron.offload.planner.simulator.instructions import (
 from megatron.offload.planner.simulator.options import Choices, from_tier
 from tests.support.stages import layer, part, stage, tier
 
+TO_HOST, TO_SSD = FIRST_TIER, FIRST_TIER + 1
 KEPT, RECOMPUTE, SSD = Placement.KEEP, Placement.RECOMPUTE, Placement.SSD
 
 
@@ -43,17 +44,17 @@ def test_every_choice_survives_as_a_plan() -> None:
     attention = [
         KEEP,
         RECOMPUTE_PART,
-        3,
-        4,
+        TO_HOST,
+        TO_SSD,
         KEEP + SELECTIVE_OFFSET,
-        3 + SELECTIVE_OFFSET,
-        4 + SELECTIVE_OFFSET,
+        TO_HOST + SELECTIVE_OFFSET,
+        TO_SSD + SELECTIVE_OFFSET,
     ]
     mlp = [
         KEEP,
         RECOMPUTE_PART,
-        3,
-        4,
+        TO_HOST,
+        TO_SSD,
         KEEP + SELECTIVE_OFFSET,
     ]  # beside the cheap ones nothing would move
     assert choices.options[0][:-1] == list(itertools.product(attention, mlp))
@@ -77,7 +78,7 @@ def test_selective_operations_have_a_line_of_their_own() -> None:
 
 def test_one_choice_for_all_is_taken_as_far_as_it_goes() -> None:
     choices = Choices(profile())
-    assert choices.all(4 + SELECTIVE_OFFSET).tolist() == [4 + SELECTIVE_OFFSET, 4]
+    assert choices.all(TO_SSD + SELECTIVE_OFFSET).tolist() == [TO_SSD + SELECTIVE_OFFSET, TO_SSD]
     assert choices.all(KEEP + SELECTIVE_OFFSET).tolist() == [KEEP + SELECTIVE_OFFSET] * 2
 
 
@@ -104,8 +105,8 @@ def test_a_recomputation_may_start_from_any_tier_whose_input_can_move() -> None:
     one = layer(parts=parts, input_bytes=5, movable_input_bytes=5)
     choices = Choices(stage(layers=(one,), tiers=(tier("host"), tier())))
     from_host, from_ssd = (from_tier(RECOMPUTE_PART, number) for number in range(2))
-    assert choices.of_part(one, 0) == [KEEP, RECOMPUTE_PART, from_host, from_ssd, 3, 4]
-    assert choices.of_part(one, 1) == [KEEP, RECOMPUTE_PART, 3, 4]
+    assert choices.of_part(one, 0) == [KEEP, RECOMPUTE_PART, from_host, from_ssd, TO_HOST, TO_SSD]
+    assert choices.of_part(one, 1) == [KEEP, RECOMPUTE_PART, TO_HOST, TO_SSD]
     whole = [RECOMPUTE_LAYER, *(from_tier(RECOMPUTE_LAYER, number) for number in range(2))]
     assert choices.of_layer(one) == whole
     assert choices.options[0][-3:] == [(choice, choice) for choice in whole]

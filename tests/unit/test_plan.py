@@ -269,3 +269,37 @@ def test_an_input_that_cannot_wait_there_is_refused(edited: Plan, sentence: str)
     with_input().check(LAYERS, [Placement.SSD])
     with pytest.raises(ConfigurationError, match=sentence):
         edited.check(LAYERS, [Placement.SSD])
+
+
+def without_replay(which: str = "mlp") -> Plan:
+    """As `plan`; parts of this name keep what could be replayed."""
+    parts = [dataclasses.replace(one, replays=one.part != which) for one in plan().parts]
+    return dataclasses.replace(plan(), parts=tuple(parts))
+
+
+def test_that_a_part_does_not_replay_stands_in_files_and_in_the_table() -> None:
+    text = plans_to_json([without_replay()])
+    assert text.count('"replays": false') == text.count('"replays"') == 3
+    assert plans_from_json(text) == {0: without_replay()}
+    assert '"replays"' not in plans_to_json([plan()])  # nor in files of earlier releases
+    assert plans_from_json(text.replace('"replays": false', '"replays": true')) == {0: plan()}
+    with pytest.raises(ConfigurationError, match="expected true or false"):
+        plans_from_json(text.replace('"replays": false', '"replays": "no"'))
+    line = plan_table(without_replay()).splitlines()[3]
+    assert re.split(" {2,}", line.strip()) == ["mlp", "5 MiB", "keep, not replayed", "room"]
+
+
+def test_plans_of_which_other_parts_replay_have_other_numbers() -> None:
+    first, *others = without_replay().parts
+    less = dataclasses.replace(
+        plan(), parts=(first, *(dataclasses.replace(one, replays=True) for one in others))
+    )
+    assert plan().digest() == less.digest() != without_replay().digest()
+    assert without_replay().unreplayed == {(0, f"decoder.{n}", "mlp") for n in (1, 2, 3)}
+
+
+@pytest.mark.parametrize("which", ["attention", "layer"])
+def test_what_moves_or_is_recomputed_cannot_do_without_replay(which: str) -> None:
+    without_replay().check(LAYERS, [Placement.SSD])
+    with pytest.raises(ConfigurationError, match=rf"{which} of decoder\.\d as .* without replay"):
+        without_replay(which).check(LAYERS, [Placement.SSD])

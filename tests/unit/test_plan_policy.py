@@ -76,3 +76,23 @@ def test_what_recomputation_starts_from_goes_where_the_plan_says() -> None:
     assert place(policy, "decoder.1", "mlp") is Placement.KEEP  # it could not be recomputed
     assert place(policy, "decoder.2", "attention") is host
     assert place(policy, "decoder.2", "mlp") is Placement.KEEP
+
+
+def test_a_scope_replays_unless_its_line_says_that_it_does_not() -> None:
+    policy = PlannedPolicy(1, Placement.SSD)
+    assert policy.replays(Scope(0, 0, "decoder.1", "mlp"))  # without a plan
+    lines = [("decoder.1", "layer"), ("decoder.2", "attention"), ("decoder.2", "layer")]
+    kept = [PlannedPart(0, *line, Placement.KEEP, 8, replays=False) for line in lines]
+    policy.follow(Plan((*kept, PlannedPart(0, "decoder.2", "mlp", Placement.KEEP, 8))))
+    for layer, part, replays in [
+        ("decoder.1", "", False),
+        ("decoder.1", "mlp", False),  # of the whole layer, which has one line
+        ("decoder.2", "attention", False),
+        ("decoder.2", "mlp", True),
+        ("decoder.2", "", False),
+        ("decoder.3", "mlp", True),
+    ]:
+        assert policy.replays(Scope(0, 3, layer, part)) is replays
+        assert policy.replays(Scope(1, 3, layer, part))  # of another chunk
+    policy.follow(PLAN)
+    assert policy.replays(Scope(0, 0, "decoder.1"))

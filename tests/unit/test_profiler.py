@@ -71,8 +71,11 @@ class Run:
         self.recomputed_parts: set[tuple[str, str]] = set()
         self.selective: list[int] = []  # sizes, of each MLP; below 0 of what is kept for it
         self.head_bytes = 0  # that the loss saves
+        self.head_replays: torch.UntypedStorage | None = None  # as well
         self.spared: dict[int, int] = {}  # the same by storage
         self.replays: list[torch.UntypedStorage] = []  # of each MLP, computed again in 0.5 s each
+        self.only_for_replay = 0  # bytes of each MLP
+        self.unreplayed: set[str] = set()  # layers whose MLPs keep that
 
     def step(self, num: int = 2, tokens: int = 8, *, well: bool = True) -> None:
         self.profiler.begin_step()
@@ -85,6 +88,10 @@ class Run:
                 x = self.takes(x, 0.125, 4.0)
                 if self.head_bytes:
                     self.profiler.moves(Scope(), self.head_bytes)
+                if self.head_replays is not None and "decoder.2.after" in self.unreplayed:
+                    self.profiler.stayed(Scope(), self.head_replays)
+                elif self.head_replays is not None:
+                    self.profiler.replays(Scope(), self.head_replays, 0)
             with self.profiler.backward(0, micro_batch):
                 x.sum().backward()
             self.clock.now_s += 100.0  # between passes
@@ -140,9 +147,15 @@ class Run:
         self.profiler.stayed(mlp, large)  # saved twice
         self.profiler.stayed(mlp, small)
         self.alive = large, small
-        for one in self.replays:
-            self.profiler.replays(mlp, one, 100)
-        if self.replays:
+        if scope.layer in self.unreplayed:
+            for one in self.replays:
+                self.profiler.stayed(mlp, one)
+        elif self.replays:
+            if self.only_for_replay:
+                self.profiler.saves_for_replay(mlp, self.only_for_replay)
+                self.profiler.moves(mlp, self.only_for_replay)
+            for one in self.replays:
+                self.profiler.replays(mlp, one, 100)
             x.register_hook(lambda _: self._replay(mlp))
             x = self.takes(x, 0.0, 0.0)
         self.profiler.end_layer([x])
@@ -445,6 +458,7 @@ def test_what_is_replayed_is_neither_kept_nor_part_of_backward() -> None:
                 replayed_bytes=8000,
                 replay_extra_bytes=5000,
                 replay_s=1.0,
+                only_for_replay_bytes=200,
             ),
         )
         assert layer == dataclasses.replace(other, parts=parts)
@@ -476,3 +490,49 @@ def test_what_is_replayed_is_known_from_before_where_a_layer_was_recomputed() ->
         10000,
         1.0,
     )
+
+
+def kept_without_replay(tokens: int) -> tuple[StageProfile, StageProfile]:
+    """A profile with replay, and one of steps in which the second layer's MLP kept all of it."""
+    run = Run()
+    run.replays = [torch.UntypedStorage(3000), torch.UntypedStorage(5000)]
+    run.only_for_replay = 700
+    run.step()
+    before = run.profile()
+    run.profiler.clear()
+    run.unreplayed = {"decoder.2"}
+    run.step(tokens=tokens)
+    unreplayed = {(0, "decoder.2", "mlp"), (0, "decoder.1", "attention")}
+    return before, run.profile(previous=before, unreplayed=unreplayed)
+
+
+def test_what_is_replayed_is_known_from_before_where_it_was_kept() -> None:
+    before, after = kept_without_replay(tokens=8)
+    assert before.layers[1].parts[1].only_for_replay_bytes == 700 + 2 * 100
+    assert after == before
+
+
+def test_what_runs_between_layers_is_known_from_before_too() -> None:
+    run = Run()
+    run.head_bytes, run.head_replays = 4000, torch.UntypedStorage(2000)
+    run.step()
+    before = run.profile()
+    assert before.layers[2].replayed_bytes == 2000
+    run.profiler.clear()
+    run.unreplayed = {"decoder.2.after"}
+    run.step()
+    assert run.profile(previous=before, unreplayed={(0, "decoder.2.after", "layer")}) == before
+    # What the policy has not been told of is taken as it is.
+    run.step()
+    assert run.profile(previous=before).layers[2].replayed_bytes == 0
+
+
+def test_what_was_kept_says_how_much_more_is_replayed_now() -> None:
+    before, after = kept_without_replay(tokens=16)
+    [_, first], [_, second] = before.layers[1].parts, after.layers[1].parts
+    kept_bytes = 16000 + MIN_BYTES - 1 + 8000  # what can move grows with the tokens
+    scale = kept_bytes / first.all_bytes
+    assert abs(second.all_bytes - kept_bytes) <= 2  # all is rounded
+    assert second.replayed_bytes == round(scale * 8000)
+    assert second.movable_bytes == round(scale * first.movable_bytes)
+    assert second.replay_s == 1.0  # forward has taken as long as before

@@ -26,6 +26,7 @@ from megatron.offload.planner.profile.stage_profile import LayerProfile, StagePr
 from megatron.offload.planner.simulator import rows, transfers
 from megatron.offload.planner.simulator.arrays import arrays_of
 from megatron.offload.planner.simulator.instructions import (
+    FIRST_TIER,
     INPUT_OFFSET,
     RECOMPUTE_LAYER,
     RECOMPUTE_PART,
@@ -421,7 +422,7 @@ def test_a_long_step_is_extrapolated() -> None:
     ):
         profile = stage(16, position=position, micro_batches=96)
         short, whole = Timeline(profile), Timeline(profile, all_micro_batches=True)
-        for choice in (0, 2, 3):
+        for choice in (0, 2, FIRST_TIER):
             chosen = short.choices.all(choice)
             fast, slow = short.cost(chosen), whole.cost(chosen)
             assert fast.num_events < slow.num_events / 3
@@ -433,7 +434,7 @@ def test_a_long_step_is_extrapolated() -> None:
 def test_a_trace_adds_up_to_the_prediction() -> None:
     profile = stage(2, tiers=(tier(read=8 / 3),), transient_bytes=7)
     timeline = Timeline(profile)
-    plan = timeline.choices.plan(timeline.choices.all(3))
+    plan = timeline.choices.plan(timeline.choices.all(FIRST_TIER))
     trace, found = trace_of(timeline, plan), timeline.predict(plan)
     took = {kind: 0.0 for kind, *_ in trace.intervals}
     for one in trace.intervals:

@@ -198,7 +198,11 @@ class SavedTensorHooks:
             return storage, span, record, None
         if span is not None:
             num_bytes = span.num_bytes
-        elif self.recipes is not None and batch is not None:
+        elif (
+            self.recipes is not None
+            and batch is not None
+            and self._policy.replays(self._step.scope)
+        ):
             save = functools.partial(self.save, batch=batch, instead_of_bytes=num_bytes)
             recipe = self.recipes.find(tensor, storage, self._step.scope, save)
             if recipe is not None:
@@ -256,6 +260,8 @@ class SavedTensorHooks:
         It goes where the saved one would go, of so many bytes, also where it is small itself.
         """
         scope = self._step.scope
+        if self._step.observer is not None:
+            self._step.observer.saves_for_replay(scope, tensor.nbytes)
         tier = self._tiers.get(self._policy.place(scope, instead_of_bytes))
         if tier is None:
             self._step.statistics.kept_bytes += tensor.nbytes

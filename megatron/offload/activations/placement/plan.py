@@ -53,6 +53,8 @@ class PlannedPart:
         movable_bytes: of one micro-batch that it decides about.
         reason: for people, a few words.
         input: with `RECOMPUTE`, where what the recomputation starts from waits: `KEEP` or a tier.
+        replays: in a run with replay, what can be computed again from others is not kept. False:
+            all of it is, with `KEEP`.
     """
 
     chunk: int
@@ -62,6 +64,7 @@ class PlannedPart:
     movable_bytes: int
     reason: str = ""
     input: Placement = Placement.KEEP
+    replays: bool = True
 
     @property
     def key(self) -> tuple[int, str, str]:
@@ -99,6 +102,11 @@ class Plan:
         """By the same, where inputs of recomputations wait; not in it: in device memory."""
         return {one.key: one.input for one in self.parts if one.input is not Placement.KEEP}
 
+    @property
+    def unreplayed(self) -> frozenset[tuple[int, str, str]]:
+        """By the same, parts that keep what could be replayed."""
+        return frozenset(one.key for one in self.parts if not one.replays)
+
     def digest(self) -> int:
         """A number below 2^48 that plans share if they place alike, and otherwise almost never.
 
@@ -109,6 +117,7 @@ class Plan:
             for placed in (self.placements, self.inputs)
             for key, placement in sorted(placed.items())
         ]
+        lines += [f"{key} not replayed" for key in sorted(self.unreplayed)]
         if self.lead_layers is not None:
             lines.append(f"lead {self.lead_layers}")
         return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:6], "big")
@@ -154,6 +163,12 @@ class Plan:
                     f"the plan has an input of {one.part} of {one.layer}, which is not recomputed "
                     f"from one; expected {Placement.RECOMPUTE.value} as its placement; correct it "
                     "or plan again"
+                )
+            if not one.replays and one.placement is not Placement.KEEP:
+                raise ConfigurationError(
+                    f"the plan has {one.part} of {one.layer} as {one.placement.value} and without "
+                    f"replay; expected {Placement.KEEP.value}, with which alone a part can do "
+                    "without; correct it or plan again"
                 )
             if one.placement not in (*tiers, Placement.KEEP, Placement.RECOMPUTE):
                 raise ConfigurationError(

@@ -41,10 +41,12 @@ def plans_to_json(plans: Iterable[Plan]) -> str:
 
 
 def _part_to_json(part: PlannedPart) -> str:
-    """A line; where an input waits stands there only if it leaves device memory."""
+    """A line; of where an input waits and of replay there is nothing if it is as usual."""
     values = msgspec.to_builtins(part)
     if part.input is Placement.KEEP:
         values.pop("input", None)  # msgspec leaves a default out of what it has read itself
+    if part.replays:
+        values.pop("replays", None)
     return json.dumps(values)
 
 
@@ -149,7 +151,11 @@ def _line(values: Any, reason: str) -> str:
     return f"{line}, expected {_MAY_BE[at[3]]}" if at[3] in _MAY_BE else line
 
 
-_MAY_BE = {"placement": "keep, recompute, host or ssd", "input": "keep, host or ssd"}
+_MAY_BE = {
+    "placement": "keep, recompute, host or ssd",
+    "input": "keep, host or ssd",
+    "replays": "true or false",
+}
 
 
 def _check_once(what: str, names: Sequence[Any]) -> None:

@@ -23,10 +23,12 @@ class PlannedPolicy:
         self._safe = safe
         self._placements: dict[tuple[int, str, str], Placement] = {}
         self._inputs: dict[tuple[int, str, str], Placement] = {}  # of what is recomputed
+        self._unreplayed: frozenset[tuple[int, str, str]] = frozenset()
 
     def follow(self, plan: Plan) -> None:
         """From now on this one. Between steps only: what is recomputed must not change in one."""
         self._placements, self._inputs = plan.placements, plan.inputs
+        self._unreplayed = plan.unreplayed
 
     def place_layer(self, scope: Scope) -> Placement:
         """What the plan has for a layer or a part. Parts that differ leave the layer none."""
@@ -34,6 +36,15 @@ class PlannedPolicy:
         if not scope.part:
             return whole
         return self._placements.get((scope.chunk, scope.layer, scope.part), whole)
+
+    def replays(self, scope: Scope) -> bool:
+        """False where the plan keeps what could be replayed; the line is that of `place`."""
+        if not self._unreplayed:
+            return True
+        key = scope.chunk, scope.layer, scope.part or WHOLE_LAYER
+        if key not in self._placements:
+            key = scope.chunk, scope.layer, WHOLE_LAYER
+        return key not in self._unreplayed
 
     def place(self, scope: Scope, num_bytes: int) -> Placement:
         """Where the plan sends a storage that a layer or part saved; small ones are kept."""

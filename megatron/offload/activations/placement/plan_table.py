@@ -51,6 +51,8 @@ def plan_table(plan: Plan, *, chunk_is: str = "chunk") -> str:
 
 
 def _placement(one: PlannedPart) -> str:
+    if not one.replays:
+        return f"{one.placement.value}, not replayed"
     if one.input is Placement.KEEP:
         return one.placement.value
     return f"{one.placement.value}, input to {one.input.value}"

@@ -37,6 +37,10 @@ class Policy(Protocol):
     `divides_layers` that is true; `scope.part` then says which of them is asked about.
     """
 
+    def replays(self, scope: Scope) -> bool:
+        """Whether what this scope saves may be computed again instead, in a run with replay."""
+        ...
+
     def place_layer(self, scope: Scope) -> Placement:
         """What becomes of a layer as a whole, or of `scope.part` of it. Asked before it runs.
 
@@ -91,6 +95,10 @@ class FixedPolicy:
                 found = Placement.KEEP
             self._of_layer[scope.layer] = found
         return found
+
+    def replays(self, scope: Scope) -> bool:
+        """Always."""
+        return True
 
     def place(self, scope: Scope, num_bytes: int) -> Placement:
         """The placement of its layer for storages of at least `min_bytes`, else `KEEP`."""

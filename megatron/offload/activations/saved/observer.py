@@ -37,6 +37,13 @@ class Observer(Protocol):
         """
         ...
 
+    def saves_for_replay(self, scope: Scope, num_bytes: int) -> None:
+        """A storage of so many bytes is saved only so that others can be computed again of it.
+
+        It moves or stays as well, which the observer hears too.
+        """
+        ...
+
     def replaying(self, scope: Scope) -> contextlib.AbstractContextManager[None]:
         """Around the computation of a storage in backward; `scope` is that which saved it."""
         ...

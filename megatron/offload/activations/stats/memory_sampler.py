@@ -138,6 +138,9 @@ class MemorySampler:
         self._where = name_of(scope)
         self.sample(at_once=False)
 
+    def saves_for_replay(self, scope: Scope, num_bytes: int) -> None:
+        """Counts nothing: it moves or stays as others do."""
+
     @contextlib.contextmanager
     def replaying(self, scope: Scope) -> Iterator[None]:
         """A storage is computed again, as `Observer` has it."""

@@ -200,8 +200,9 @@ def _add_goal(group: Any) -> None:
         "--activation-replay",
         choices=("off", "on"),
         default="off",
-        help="on: what norms and activation functions give is computed again in backward, neither "
-        "kept nor moved; not in kernels that replay does not know, as Transformer Engine's. "
+        help="on: plans may have what norms and activation functions give computed again in "
+        "backward, neither kept nor moved; not in kernels that replay does not know, as "
+        "Transformer Engine's. "
         "Default: off",
     )
     group.add_argument(

@@ -13,7 +13,12 @@ from megatron.offload.commands.plan.request import Request
 from megatron.offload.errors import InfeasibleBudgetError
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.projection.projection import Projection, project, saved_bytes
-from megatron.offload.planner.simulator.instructions import FIRST_TIER, KEEP, RECOMPUTE_LAYER
+from megatron.offload.planner.simulator.instructions import (
+    FIRST_TIER,
+    KEEP,
+    KEEP_ALL,
+    RECOMPUTE_LAYER,
+)
 from megatron.offload.planner.simulator.options import Choices, from_tier
 from megatron.offload.planner.simulator.timeline import Timeline, prediction_of
 from megatron.offload.planner.solver.baselines import suffix_plan
@@ -21,7 +26,7 @@ from megatron.offload.planner.solver.solve import solve
 from megatron.offload.stats.endurance import YEAR_S
 
 _NUM_BUDGETS = 9  # of the curve
-KEEP_WITHOUT_REPLAY = "no replay, keep all"
+REPLAY_ALL = "replay all"
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,7 @@ def compare_plans(request: Request, *, with_curve: bool) -> PlanComparison:
     strategies: dict[str, Prediction | None] = {"this plan": plan.predicted}
     for name, choice in _references(profile):
         chosen = timeline.choices.all(choice)
-        possible = choice == KEEP or chosen.any()
+        possible = choice in (KEEP, KEEP_ALL) or chosen.any()
         strategies[name] = prediction_of(timeline.cost(chosen)) if possible else None
     if any(tier.name == "ssd" for tier in profile.tiers):
         strategies["TBA's suffix"] = timeline.predict(suffix_plan(profile))
@@ -122,9 +127,7 @@ def compare_plans(request: Request, *, with_curve: bool) -> PlanComparison:
         return PlanComparison(request, plan, strategies, peak, found)
     plain = project(dataclasses.replace(of, replay=False))
     without = _solved(plain, request.budget_bytes, request.max_slowdown)
-    kept = Timeline(plain)
-    most = prediction_of(kept.cost(kept.choices.all(KEEP)))
-    strategies[KEEP_WITHOUT_REPLAY] = most
+    most = Timeline(plain).keep_all()
     strategies["no replay, same goal"] = without
     if plan.predicted is not None:
         slowdown = max(plan.predicted.step_s / most.step_s - 1, 0.0)
@@ -136,8 +139,10 @@ def compare_plans(request: Request, *, with_curve: bool) -> PlanComparison:
 def _references(profile: StageProfile) -> list[tuple[str, int]]:
     """What may become of everything, where it can."""
     names = [tier.name for tier in profile.tiers]
+    replays = any(layer.replayed_bytes for layer in profile.layers)
     return [
-        ("keep all", KEEP),
+        ("keep all", KEEP_ALL),
+        *([(REPLAY_ALL, KEEP)] if replays else []),
         ("recompute all", RECOMPUTE_LAYER),
         *(
             (f"recompute, inputs on {one}", from_tier(RECOMPUTE_LAYER, n))

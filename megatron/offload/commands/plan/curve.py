@@ -9,9 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron.offload.activations.placement.plan import Prediction
 from megatron.offload.commands.drawing import figure
-from megatron.offload.commands.plan.comparison import KEEP_WITHOUT_REPLAY, PlanComparison
+from megatron.offload.commands.plan.comparison import REPLAY_ALL, PlanComparison
 
 GIB = 1 << 30
 _MARKERS = {
@@ -22,7 +21,7 @@ _MARKERS = {
     "ssd all": "D",
     "host all": "v",
     "TBA's suffix": "P",
-    KEEP_WITHOUT_REPLAY: "s",
+    REPLAY_ALL: "p",
 }
 
 
@@ -35,7 +34,7 @@ def draw(comparison: PlanComparison, path: Path) -> None:
 
 
 def _draw(axes: Any, comparison: PlanComparison) -> None:
-    keep_s = _base(comparison).step_s
+    keep_s = comparison.keep.step_s
     points = sorted((one.peak_bytes / GIB, keep_s / one.step_s) for _, one in comparison.curve)
     replays = bool(comparison.curve_without_replay)
     label = "plans with replay, by budget" if replays else "plans, by budget"
@@ -52,17 +51,12 @@ def _draw(axes: Any, comparison: PlanComparison) -> None:
         axes.plot(*place, _MARKERS.get(name, "x"), markersize=9, label=name)
 
 
-def _base(comparison: PlanComparison) -> Prediction:
-    """The step that speeds are relative to: everything is kept and nothing computed again."""
-    return comparison.strategies.get(KEEP_WITHOUT_REPLAY) or comparison.keep
-
-
 def _mark_goal(axes: Any, comparison: PlanComparison) -> None:
     """The plans for the goal that was asked for, with replay and without, by their peaks."""
-    keep_s = _base(comparison).step_s
-    for one, color, which in (
-        (comparison.predicted, "tab:blue", "with replay"),
-        (comparison.without_replay, "tab:gray", "without"),
+    keep_s = comparison.keep.step_s
+    for one, color, which, above in (
+        (comparison.predicted, "tab:blue", "with replay", 9),
+        (comparison.without_replay, "tab:gray", "without", -17),
     ):
         if one is None:
             continue
@@ -71,7 +65,7 @@ def _mark_goal(axes: Any, comparison: PlanComparison) -> None:
         axes.annotate(
             f"{one.peak_bytes / GIB:.1f} GiB",
             place,
-            (0, 9),
+            (0, above),
             textcoords="offset points",
             color=color,
         )
@@ -79,8 +73,7 @@ def _mark_goal(axes: Any, comparison: PlanComparison) -> None:
 
 def _label(axes: Any, comparison: PlanComparison) -> None:
     axes.set_xlabel("peak activation memory, GiB")
-    without = " without replay" if comparison.curve_without_replay else ""
-    axes.set_ylabel(f"speed, relative to keeping everything{without}")
+    axes.set_ylabel("speed, relative to keeping everything")
     axes.set_title(comparison.profile.source, fontsize=10)
     axes.set_xlim(left=0)
     axes.set_ylim(0, 1.1)

@@ -128,7 +128,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--activation-replay",
         choices=("off", "on"),
         default="off",
-        help="on: strategies with activation offload replay, those without it do not. Default: off",
+        help="on: strategies with activation offload replay, plans where they choose to; those "
+        "without it do not. Default: off",
     )
     output = parser.add_argument_group("output")
     output.add_argument(

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from megatron.offload.activations.placement.plan import Plan
 from megatron.offload.commands.plan.comparison import frontier
 from megatron.offload.commands.rok.strategy import Strategy
 from megatron.offload.commands.training_runs.run import Run, paired_ratio
@@ -130,7 +129,7 @@ def predicted_frontier(
         tokens = next(
             round(one.tokens_per_s * one.step_s) for one in measured if one.micro_batch_size == size
         )
-        most_bytes = Timeline(profile).predict(Plan(())).peak_bytes
+        most_bytes = Timeline(profile).keep_all().peak_bytes
         points += [
             Point(size, budget, one.step_s, tokens / one.step_s, one.peak_bytes)
             for budget, one in frontier(profile, most_bytes)

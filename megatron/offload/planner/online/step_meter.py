@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -170,6 +170,7 @@ class StepMeter:
         *,
         recomputes: bool,
         previous: StageProfile | None,
+        unreplayed: Collection[tuple[int, str, str]] = (),
         hands_over: HandsOver = "layer",
     ) -> StageProfile:
         """Makes the profile of the steps noted in detail, and forgets them.
@@ -177,7 +178,7 @@ class StepMeter:
         Args:
             position: of the stage in its pipeline.
             recomputes: whether its layers may be recomputed.
-            previous, hands_over: see `profile_of`.
+            previous, unreplayed, hands_over: see `profile_of`.
 
         Raises:
             ConfigurationError: there was no such step.
@@ -203,6 +204,7 @@ class StepMeter:
             recomputes=recomputes,
             moves_inputs=self._moves_inputs,
             previous=previous,
+            unreplayed=unreplayed,
             sizes=self._detailed_sizes,
             inflight_bytes=self._engine.inflight_bytes,
             hands_over=hands_over,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron.offload.activations.placement.policy import SELECTIVE, WHOLE_LAYER, Placement
@@ -56,6 +56,7 @@ def profile_of(
     recomputes: bool,
     moves_inputs: bool = True,
     previous: StageProfile | None = None,
+    unreplayed: Collection[tuple[int, str, str]] = (),
     sizes: dict[str, int] | None = None,
     inflight_bytes: int = 512 << 20,
     hands_over: HandsOver = "layer",
@@ -72,7 +73,9 @@ def profile_of(
         step_fixed_s: seconds of a step outside of its passes.
         recomputes: whether layers may be recomputed at all.
         moves_inputs: whether what that starts from may wait on a tier.
-        previous: an earlier profile, for what layers save that were recomputed in these steps.
+        previous: an earlier profile, for what layers save that were recomputed in these steps, or
+            kept without replay.
+        unreplayed: chunk, layer and name of the parts that were kept so.
         sizes, inflight_bytes, hands_over, source: see `StageProfile`.
     """
 
@@ -87,11 +90,14 @@ def profile_of(
     layers: list[LayerProfile] = []
     may = _May(recomputes, moves_inputs)
     for chunk, own in enumerate(by_chunk):
-        earlier = {one.name: one for one in (previous.layers if previous else ())}
-        layers += _between_layers(chunk, 0, own, between)
+        earlier = {
+            one.name: one for one in (previous.layers if previous else ()) if one.chunk == chunk
+        }
+        found = _between_layers(chunk, 0, own, between)
         for number, alike in enumerate(zip(*(one.layers for one in own), strict=True), 1):
-            layers.append(_layer(chunk, list(alike), own, between, may, earlier))
-            layers += _between_layers(chunk, number, own, between)
+            found.append(_layer(chunk, list(alike), own, between, may, earlier))
+            found += _between_layers(chunk, number, own, between)
+        layers += [_with_replay(one, earlier.get(one.name), unreplayed) for one in found]
 
     before = [_seconds_outside(own, 0, between) for own in by_chunk]
     after = [_seconds_outside(own, -1, between) for own in by_chunk]
@@ -333,7 +339,41 @@ def _replayed(own: Sequence[PartTimings], between: Seconds) -> dict[str, Any]:
         "replayed_bytes": max(one.replayed_bytes for one in own),
         "replay_s": _median(_replay_s(one, between) for one in own),
         "replay_extra_bytes": max(one.replay_extra_bytes for one in own),
+        "only_for_replay_bytes": max(one.only_for_replay_bytes for one in own),
     }
+
+
+def _with_replay(
+    layer: LayerProfile, known: LayerProfile | None, unreplayed: Collection[tuple[int, str, str]]
+) -> LayerProfile:
+    """The layer with what is replayed of it, as it was known, where that was kept now."""
+    if known is None:
+        return layer
+    slower = layer.forward_s / known.forward_s if known.forward_s else 1.0
+    before = {one.name: one for one in known.parts}
+    parts = []
+    for part in layer.parts:
+        if (layer.chunk, layer.name, part.name) in unreplayed and part.name in before:
+            part = _part_with_replay(part, before[part.name], slower)
+        parts.append(part)
+    return dataclasses.replace(layer, parts=tuple(parts))
+
+
+def _part_with_replay(part: PartProfile, known: PartProfile, slower: float) -> PartProfile:
+    kept_bytes = part.movable_bytes + part.resident_bytes  # all that it saves
+    scaled = _scaled(known, kept_bytes / max(known.all_bytes, 1))
+    return dataclasses.replace(
+        part,
+        movable_bytes=scaled.movable_bytes,
+        resident_bytes=scaled.resident_bytes,
+        num_storages=known.num_storages,
+        selective_bytes=scaled.selective_bytes,
+        selective_extra_bytes=scaled.selective_extra_bytes,
+        replayed_bytes=scaled.replayed_bytes,
+        replay_s=known.replay_s * slower,  # both layers' seconds say how fast the machine was
+        replay_extra_bytes=scaled.replay_extra_bytes,
+        only_for_replay_bytes=scaled.only_for_replay_bytes,
+    )
 
 
 def _remembered(
@@ -370,6 +410,7 @@ def _scaled(part: PartProfile, scale: float) -> PartProfile:
         replayed_bytes=round(part.replayed_bytes * scale),
         replay_s=part.replay_s * scale,
         replay_extra_bytes=round(part.replay_extra_bytes * scale),
+        only_for_replay_bytes=round(part.only_for_replay_bytes * scale),
     )
 
 

@@ -44,10 +44,10 @@ def replay_in_words(layers: Sequence[LayerProfile]) -> str:
     if not replaying:
         return ""
     number = len(replaying)
-    spared = sum(layer.replayed_bytes for layer in replaying) // number
+    spared = sum(p.spared_bytes for one in replaying for p in one.parts) // number
     kept = sum(p.movable_bytes + p.resident_bytes for one in replaying for p in one.parts) // number
     again_ms = 1000 * sum(layer.replay_s for layer in replaying) / number
     return (
-        f"replay spares {format_size(spared)} a layer, computed again in {again_ms:.3g} ms; "
-        f"{format_size(kept)} is kept or moved"
+        f"a layer that replays spares {format_size(spared)} and takes {again_ms:.3g} ms more; "
+        f"{format_size(kept)} are kept or moved"
     )

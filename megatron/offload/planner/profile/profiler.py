@@ -249,9 +249,15 @@ class Profiler:
         part.replayed_bytes += num_bytes
         part.replay_extra_bytes = max(part.replay_extra_bytes, num_bytes)
         part.resident_bytes += copied_bytes
+        part.only_for_replay_bytes += copied_bytes
         self._replayed[scope] = part
         by_selective, spared_bytes = self._spared.pop(storage._cdata, (part, 0))
         by_selective.selective_bytes -= spared_bytes
+
+    def saves_for_replay(self, scope: Scope, num_bytes: int) -> None:
+        """Notes bytes that are not saved without replay, as `Observer` asks."""
+        if (part := self._part(scope)) is not None:
+            part.only_for_replay_bytes += num_bytes
 
     @contextlib.contextmanager
     def replaying(self, scope: Scope) -> Iterator[None]:

@@ -47,9 +47,12 @@ class PartProfile:
         selective_s: forward seconds for that; None: not possible.
         selective_extra_bytes: that this takes in backward beyond what it produces.
         replayed_bytes: that it saves and that are neither kept nor moved, but computed again from
-            the others when backward needs them. All of them are there where it is recomputed.
-        replay_s: seconds in backward for that, unless it is recomputed.
+            the others when backward needs them. All of them are there where it is recomputed, or
+            kept without replay.
+        replay_s: seconds in backward for that, unless it is recomputed or kept without replay.
         replay_extra_bytes: of them, those that are in memory at a time.
+        only_for_replay_bytes: of the movable and the resident ones, those that are saved only so
+            that others can be computed again.
     """
 
     name: str
@@ -67,11 +70,17 @@ class PartProfile:
     replayed_bytes: int = 0
     replay_s: float = 0.0
     replay_extra_bytes: int = 0
+    only_for_replay_bytes: int = 0
+
+    @property
+    def spared_bytes(self) -> int:
+        """By which replay makes fewer what forward saves."""
+        return self.replayed_bytes - self.only_for_replay_bytes
 
     @property
     def all_bytes(self) -> int:
-        """Bytes that forward saves, and that are there while it is recomputed."""
-        return self.movable_bytes + self.resident_bytes + self.replayed_bytes
+        """Bytes that forward saves without replay, and that are there while it is recomputed."""
+        return self.movable_bytes + self.resident_bytes + self.spared_bytes
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ class PartTimings:
     selective: list[TimeSpan] = field(default_factory=list)  # when those ran
     replayed_bytes: int = 0  # in storages that backward computes again from others
     replay_extra_bytes: int = 0  # the largest of these
+    only_for_replay_bytes: int = 0  # of the movable and the resident ones
     replays: list[TimeSpan] = field(default_factory=list)  # when it did
 
 

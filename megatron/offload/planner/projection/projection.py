@@ -265,6 +265,7 @@ def _part(
         # A norm's come one after the other, of which the last is made of the one before it; so do
         # the activation function's result and the product with it.
         replay_extra_bytes=sum(sorted(replayed)[-2:]),
+        only_for_replay_bytes=sum(one.num_bytes for one in of.saved(work) if one.only_for_replay),
     )
 
 

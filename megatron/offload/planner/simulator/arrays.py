@@ -40,7 +40,7 @@ PART = _row(
     *("movable_bytes", "resident_bytes", "produced_s", "first_use_s", "recompute_s"),
     *("input_bytes", "movable_input_bytes"),
     *("selective_bytes", "selective_s", "selective_extra_bytes"),
-    *("replayed_bytes", "replay_s", "replay_extra_bytes"),
+    *("spared_bytes", "replay_s", "replay_extra_bytes"),
     "storages_each",  # in a piece
     num_pieces=np.int64,
 )
@@ -180,7 +180,7 @@ def _part_row(part: PartProfile, produced_s: float, use_s: float, num_parts: int
     seconds = produced_s, use_s, recompute_s
     selective = part.selective_bytes, part.selective_s or 0.0, part.selective_extra_bytes
     inputs = part.input_bytes, part.movable_input_bytes
-    replay = part.replayed_bytes, part.replay_s, part.replay_extra_bytes
+    replay = part.spared_bytes, part.replay_s, part.replay_extra_bytes
     return *sizes, *seconds, *inputs, *selective, *replay, storages / pieces, pieces
 
 

@@ -13,10 +13,12 @@ from megatron.offload.planner.simulator.arrays import Floats, Ints, Row, Rows, S
 from megatron.offload.planner.simulator.jit import compiled
 from megatron.offload.planner.simulator.rows import PIECE
 
-# Choices for a part. From `FIRST_TIER` on: the tier of that number. `SELECTIVE_OFFSET` is added to
-# `KEEP` or a tier where its selective operations are recomputed and the rest is kept or moved.
-# `INPUT_OFFSET` is added to a recomputation whose input goes to the first tier, twice for the next.
-KEEP, RECOMPUTE_PART, RECOMPUTE_LAYER, FIRST_TIER = 0, 1, 2, 3
+# Choices for a part. From `FIRST_TIER` on: the tier of that number. A part that is kept or moved
+# replays what it can; with `KEEP_ALL` it keeps that as well and replays nothing. `SELECTIVE_OFFSET`
+# is added to `KEEP` or a tier where its selective operations are recomputed and the rest is kept or
+# moved. `INPUT_OFFSET` is added to a recomputation whose input goes to the first tier, twice for
+# the next.
+KEEP, RECOMPUTE_PART, RECOMPUTE_LAYER, KEEP_ALL, FIRST_TIER = 0, 1, 2, 3, 4
 SELECTIVE_OFFSET = 8
 INPUT_OFFSET = 16
 
@@ -102,7 +104,9 @@ def new_pieces(stage: StageArrays, choices: Ints) -> tuple[Ints, Rows]:
 
 @compiled
 def _saved_bytes(part: Row, choice: int) -> float:
-    """Of a part's movable bytes, those that its selective operations do not produce again."""
+    """What a part keeps or moves: movable bytes that selective operations do not produce again."""
+    if choice == KEEP_ALL:
+        return part.movable_bytes + part.spared_bytes
     return part.movable_bytes - (part.selective_bytes if _is_selective(choice) else 0.0)
 
 
@@ -146,7 +150,8 @@ def pass_seconds(stage: StageArrays, choices: Ints) -> tuple[Floats, Floats]:
                 if choices[part] % SELECTIVE_OFFSET == RECOMPUTE_PART:
                     backward_s[chunk] += stage.parts[part].recompute_s
                     continue
-                backward_s[chunk] += stage.parts[part].replay_s
+                if choices[part] != KEEP_ALL:
+                    backward_s[chunk] += stage.parts[part].replay_s
                 if _is_selective(choices[part]):
                     backward_s[chunk] += stage.parts[part].selective_s
     return forward_s, backward_s
@@ -297,7 +302,7 @@ def _backward(
         number = _num_pieces(stage, choices[first], layer, first)
         if number:
             at = _add(instructions, at, USE, piece - 1, 0.0)
-        size = parts.movable_bytes.sum() + parts.resident_bytes.sum() + parts.replayed_bytes.sum()
+        size = parts.movable_bytes.sum() + parts.resident_bytes.sum() + parts.spared_bytes.sum()
         at = _add(instructions, at, MEMORY_AGAIN, layer, size)
         at = _add(instructions, at, RECOMPUTE, layer, row.recompute_s)
         at = _add(instructions, at, COMPUTE, layer, row.backward_s)
@@ -317,15 +322,18 @@ def _backward(
         if choice % SELECTIVE_OFFSET == RECOMPUTE_PART:
             if pieces:
                 at = _add(instructions, at, USE, piece - 1, 0.0)
-            again = part.movable_bytes + part.replayed_bytes - part.input_bytes
+            again = part.movable_bytes + part.spared_bytes - part.input_bytes
             at = _add(instructions, at, MEMORY_AGAIN, layer, again)
             at = _add(instructions, at, RECOMPUTE, layer, part.recompute_s)
             at = _add(instructions, at, COMPUTE, layer, until - now)
             if pieces:
                 piece -= 1
                 at = _add(instructions, at, DROP, piece, 0.0)
-            freed += part.movable_bytes + part.replayed_bytes
+            freed += part.movable_bytes + part.spared_bytes
             freed -= _moved_input_bytes(stage, choice, layer, first + number)
+        elif choice == KEEP_ALL:
+            at = _add(instructions, at, COMPUTE, layer, until - now)
+            freed += _saved_bytes(part, choice)
         else:
             at = _add(instructions, at, MEMORY_REPLAYED, layer, part.replay_extra_bytes)
             if _is_selective(choice):

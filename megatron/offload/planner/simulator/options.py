@@ -20,6 +20,7 @@ from megatron.offload.planner.simulator.instructions import (
     FIRST_TIER,
     INPUT_OFFSET,
     KEEP,
+    KEEP_ALL,
     RECOMPUTE_LAYER,
     RECOMPUTE_PART,
     SELECTIVE_OFFSET,
@@ -62,8 +63,9 @@ class Choices:
     def of_part(self, layer: LayerProfile, part: int) -> list[int]:
         """What may become of one part of a layer, unless the layer is recomputed as a whole."""
         profile = layer.parts[part]
+        kept = [KEEP, KEEP_ALL] if profile.replayed_bytes else [KEEP]
         if profile.movable_bytes == 0:
-            return [KEEP]
+            return kept
         own = profile.recompute_s is not None and not (
             profile.name == WHOLE_LAYER and layer.recompute_s is not None
         )
@@ -78,7 +80,7 @@ class Choices:
         again = [RECOMPUTE_PART] if own else []
         if own and profile.movable_input_bytes:
             again += [from_tier(RECOMPUTE_PART, n) for n in range(len(self.profile.tiers))]
-        return [KEEP, *again, *tiers, *selective]
+        return [*kept, *again, *tiers, *selective]
 
     def of_layer(self, layer: LayerProfile) -> list[int]:
         """The ways to recompute a layer as a whole; one is then the choice of all of its parts."""
@@ -133,9 +135,12 @@ class Choices:
             for number, part in enumerate(layer.parts, begin):
                 choice, reason = int(chosen[number]), reasons[number] if reasons else ""
                 selective_bytes = part.selective_bytes if is_selective(choice) else 0
-                rest = part.name, self.placement(choice), part.movable_bytes - selective_bytes
+                size, replays = part.movable_bytes - selective_bytes, choice != KEEP_ALL
+                if not replays:
+                    size += part.spared_bytes
+                rest = part.name, self.placement(choice), size
                 start = self.input_placement(choice)
-                lines.append(PlannedPart(layer.chunk, layer.name, *rest, reason, start))
+                lines.append(PlannedPart(layer.chunk, layer.name, *rest, reason, start, replays))
                 if is_selective(choice):
                     again = part.name + SELECTIVE, Placement.RECOMPUTE, selective_bytes
                     took = f"runs again in {1000 * (part.selective_s or 0.0):.2g} ms"
@@ -145,7 +150,7 @@ class Choices:
 
     def placement(self, choice: int) -> Placement:
         """Says a choice as a plan's placement."""
-        if choice % SELECTIVE_OFFSET == KEEP:
+        if choice % SELECTIVE_OFFSET in (KEEP, KEEP_ALL):
             return Placement.KEEP
         return self._placements.get(choice % SELECTIVE_OFFSET, Placement.RECOMPUTE)
 
@@ -207,7 +212,9 @@ class Choices:
                     return found
         for number, part in enumerate(layer.parts):
             is_selective = line.part == part.name + SELECTIVE
-            has_bytes = part.selective_bytes if is_selective else part.movable_bytes
+            has_bytes = part.movable_bytes + part.replayed_bytes
+            if is_selective:
+                has_bytes = part.selective_bytes
             if line.part.removesuffix(SELECTIVE) == part.name and not has_bytes:
                 return found  # with shorter sequences, say: then it is all the same
             on_top = int(chosen[self.spans[where][0] + number]) + SELECTIVE_OFFSET
@@ -220,9 +227,12 @@ class Choices:
                 return found
             if line.part == part.name:
                 can_move = part.movable_input_bytes > 0
+                keeps_all = not line.replays and part.replayed_bytes > 0
                 for choice in self.of_part(layer, number):
-                    if self.placement(choice) is line.placement and self._starts_as(
-                        line, choice, can_move=can_move
+                    if (
+                        self.placement(choice) is line.placement
+                        and (choice == KEEP_ALL) is keeps_all
+                        and self._starts_as(line, choice, can_move=can_move)
                     ):
                         found[number] = choice
                         return found

@@ -67,7 +67,7 @@ from megatron.offload.planner.simulator.arrays import (
     StageArrays,
     arrays_of,
 )
-from megatron.offload.planner.simulator.instructions import instructions_of
+from megatron.offload.planner.simulator.instructions import KEEP_ALL, instructions_of
 from megatron.offload.planner.simulator.options import Choices
 from megatron.offload.planner.simulator.other_stages import ready_times
 from megatron.offload.planner.simulator.peak import peak_of
@@ -127,6 +127,10 @@ class Timeline:
             ConfigurationError: the plan is not one for this profile.
         """
         return prediction_of(self._cost(self._arrays_of(plan), self.choices.of_plan(plan)))
+
+    def keep_all(self) -> Prediction:
+        """What a step costs that keeps everything and replays nothing."""
+        return prediction_of(self.cost(self.choices.all(KEEP_ALL)))
 
     def explain_peak(self, plan: Plan) -> PredictedPeak:
         """What a plan's predicted peak is made of."""

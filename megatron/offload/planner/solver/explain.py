@@ -14,6 +14,7 @@ from megatron.offload.planner.simulator.instructions import (
     FIRST_TIER,
     INPUT_OFFSET,
     KEEP,
+    KEEP_ALL,
     RECOMPUTE_LAYER,
     RECOMPUTE_PART,
     SELECTIVE_OFFSET,
@@ -60,20 +61,30 @@ class Reasons:
 
     def _of_part(self, layer: int, part: int) -> str:
         choice = int(self._chosen[self._choices.spans[layer][0] + part])
-        if self._choices.profile.layers[layer].parts[part].movable_bytes == 0:
+        profile = self._choices.profile.layers[layer].parts[part]
+        if profile.movable_bytes == profile.replayed_bytes == 0:
             return "nothing to move"
         others = {c: self._with(layer, part, c) for c in self._other_choices(layer, part)}
+        if choice == KEEP_ALL:
+            return self._of_unreplayed(others[KEEP])
+        replays = others.pop(KEEP_ALL, None) is not None
         if choice % SELECTIVE_OFFSET == KEEP:
-            return self._of_kept(layer, others)
+            return self._of_kept(others, "no room without replay" if replays else "")
         if choice % SELECTIVE_OFFSET >= FIRST_TIER:
             return self._of_moved(
                 others[choice // SELECTIVE_OFFSET * SELECTIVE_OFFSET + KEEP], others
             )
         return self._of_recomputed(others)
 
-    def _of_kept(self, layer: int, others: dict[int, Cost]) -> str:
+    def _of_unreplayed(self, replayed: Cost) -> str:
+        costs_s = self._slower_s(replayed)
+        if costs_s > 0 and not self._fits_everything():
+            return f"replaying it would cost {_ms(costs_s)}"
+        return "there is room"
+
+    def _of_kept(self, others: dict[int, Cost], why_replayed: str) -> str:
         if not others:
-            return "cannot be elsewhere"
+            return why_replayed or "cannot be elsewhere"
         if self._fits_everything():
             return "there is room"
         moved = {c: cost for c, cost in others.items() if c % SELECTIVE_OFFSET >= FIRST_TIER}
@@ -84,7 +95,7 @@ class Reasons:
             return f"{what} it would cost {_ms(costs_s)}"
         if others[fastest].written_bytes <= self._cost.written_bytes:
             return "used at once"
-        return "there is room"
+        return why_replayed or "there is room"
 
     def _of_moved(self, kept: Cost, others: dict[int, Cost]) -> str:
         saved_s = -self._slower_s(kept)
@@ -111,7 +122,8 @@ class Reasons:
         return "needs less memory than moving"
 
     def _fits_everything(self) -> bool:
-        return not (self._chosen != KEEP).any() and self._budget_bytes < math.inf
+        everything = self._choices.all(KEEP_ALL)
+        return not (self._chosen != everything).any() and self._budget_bytes < math.inf
 
     def _other_choices(self, layer: int, part: int) -> list[int]:
         profile = self._choices.profile.layers[layer]

@@ -272,8 +272,7 @@ class Program:
                 if after is not None:
                     terms.append((after[0][t], -1.0))
                     known_s = sum(
-                        self._profile.layers[n].backward_s + self._profile.layers[n].replay_s
-                        for n in self._blocks[after[1]]
+                        self._profile.layers[n].backward_s for n in self._blocks[after[1]]
                     )
                     terms += [
                         (n, -option.recompute_s)

@@ -18,6 +18,7 @@ from megatron.offload.planner.simulator.instructions import (
     FIRST_TIER,
     INPUT_OFFSET,
     KEEP,
+    KEEP_ALL,
     RECOMPUTE_PART,
     SELECTIVE_OFFSET,
 )
@@ -39,7 +40,7 @@ class LayerOption:
 
     resident: float
     live: float  # all bytes, while it is computed
-    recompute_s: float  # beyond what a step takes that keeps everything, which replays as well
+    recompute_s: float  # in backward, replays too: beyond a step that keeps everything
     moved: Floats  # by tier
 
 
@@ -69,14 +70,16 @@ def option_of(layer: LayerProfile, place: Place, num_tiers: int) -> LayerOption:
         moved[choice // INPUT_OFFSET - 1] += of.movable_input_bytes
     if place.part == ALL:
         live = float(sum(part.all_bytes for part in layer.parts)) + layer.input_bytes
-        return LayerOption(stays, live, (layer.recompute_s or 0.0) - layer.replay_s, moved)
+        return LayerOption(stays, live, layer.recompute_s or 0.0, moved)
     part = layer.parts[place.part]
     if choice % SELECTIVE_OFFSET == RECOMPUTE_PART:
         resident = float(part.resident_bytes + stays)
         # While backward runs through the parts after it, nothing of it is there.
         is_last = place.part == len(layer.parts) - 1
         live = float(part.all_bytes) if is_last else resident
-        return LayerOption(resident, live, (part.recompute_s or 0.0) - part.replay_s, moved)
+        return LayerOption(resident, live, part.recompute_s or 0.0, moved)
+    if choice == KEEP_ALL:
+        return LayerOption(part.all_bytes, part.all_bytes, 0.0, moved)
     resident, size = float(part.resident_bytes), float(part.movable_bytes)
     everything = resident + size + part.replay_extra_bytes
     if is_selective(choice):
@@ -86,9 +89,9 @@ def option_of(layer: LayerProfile, place: Place, num_tiers: int) -> LayerOption:
     else:
         moved[choice % SELECTIVE_OFFSET - FIRST_TIER] += size
     if not is_selective(choice):
-        return LayerOption(resident, everything, 0.0, moved)
+        return LayerOption(resident, everything, part.replay_s, moved)
     live = everything + part.selective_extra_bytes
-    return LayerOption(resident, live, part.selective_s or 0.0, moved)
+    return LayerOption(resident, live, part.replay_s + (part.selective_s or 0.0), moved)
 
 
 def average(options: Sequence[LayerOption]) -> LayerOption:

@@ -20,6 +20,7 @@ from megatron.offload.planner.simulator.arrays import Ints
 from megatron.offload.planner.simulator.instructions import (
     FIRST_TIER,
     KEEP,
+    KEEP_ALL,
     RECOMPUTE_LAYER,
     SELECTIVE_OFFSET,
 )
@@ -33,7 +34,7 @@ from megatron.offload.sizes import format_size
 _MOST_EVENTS = 300_000
 _MOST_TIMES = 32  # that, for steps of which all micro-batches are simulated
 _SHARE = 0.4  # of what is left of it, for the next starting point
-_MOST_PROGRAMS = 3
+_FEWEST_PROGRAMS, _MOST_PROGRAMS = 3, 8  # the latter until one keeps to the budget
 _MOST_KICKS = 8
 _MOST_CHECKS = 4
 _NEAR_LAYERS = 1  # that forward is launched ahead of the device where a plan bounds that
@@ -131,7 +132,7 @@ class _Solution:
         self._program = Program(profile, self._choices)
         self._budget_bytes = budget_bytes
         self._max_slowdown = max_slowdown
-        self._fastest = self._search.cost(self._choices.all(KEEP))
+        self._fastest = self._search.cost(self._choices.all(KEEP_ALL))
         self._limit_s = self._fastest.step_s * (1 + (max_slowdown or 0.0)) * (1 + 1e-9)
 
     def plan(self) -> Plan:
@@ -141,7 +142,7 @@ class _Solution:
     def _in_words(self, chosen: Ints, cost: Cost) -> Plan:
         budget = math.inf if self._budget_bytes is None else self._budget_bytes
         reasons = Reasons(self._timeline, chosen, budget).of_parts()
-        fastest = self._whole.cost(self._choices.all(KEEP))
+        fastest = self._whole.cost(self._choices.all(KEEP_ALL))
         replay = replay_in_words(self._profile.layers)
         return replace(
             self._choices.plan(chosen, reasons),
@@ -173,7 +174,7 @@ class _Solution:
                     break
                 target -= cost.peak_bytes - budget
         if self._budget_bytes is None:
-            everything = self._choices.all(KEEP)
+            everything = self._choices.all(KEEP_ALL)
             return everything, self._whole.cost(everything)
         for chosen in (self._search.best(_smallest), self._smallest_found):
             cost = self._whole.cost(chosen)
@@ -184,17 +185,20 @@ class _Solution:
 
     def _least_time(self, budget: float) -> Ints:
         if self._fastest.peak_bytes <= budget:
-            return self._choices.all(KEEP)
+            return self._choices.all(KEEP_ALL)
         goal = self._fastest_within(budget)
         starts = self._simple_starts()
-        aim = budget
-        for _ in range(_MOST_PROGRAMS):
+        aim, fits = budget, False
+        for number in range(_MOST_PROGRAMS):
+            if number >= _FEWEST_PROGRAMS and fits:
+                break
             found = self._program.solve(budget_bytes=aim)
             if found is None:
                 break
             starts.append(found)
             # The program's memory is not exactly the simulation's.
             peak = self._search.cost(found).peak_bytes
+            fits |= peak <= budget
             aim = min(aim * budget / max(peak, 1.0), 2 * budget)
         best = self._improve(starts, goal)
         if goal(self._search.cost(best))[0] > 0:
@@ -246,7 +250,7 @@ class _Solution:
         places = (KEEP, *tiers)
         selective = (choice + SELECTIVE_OFFSET for choice in places)
         again = (from_tier(RECOMPUTE_LAYER, n) for n in range(len(self._profile.tiers)))
-        every = (*places, RECOMPUTE_LAYER, *again, *selective)
+        every = (KEEP_ALL, *places, RECOMPUTE_LAYER, *again, *selective)
         return [self._choices.all(choice) for choice in every]
 
     def _improve(self, starts: list[Ints], goal: Goal, search: Search | None = None) -> Ints:
