@@ -128,7 +128,8 @@ def test_it_goes_with_every_mode(name: str, settings: dict[str, Any], tmp_path: 
     make = MODELS[name][0]
     ours = train(make, directory=tmp_path, replay="on", **settings)
     assert_same(ours, train(make))
-    assert ours[2]["replayed_bytes"] > 0
+    if settings["mode"] != "auto":  # whose plan chooses, see test_torch_auto.py
+        assert ours[2]["replayed_bytes"] > 0
 
 
 @pytest.mark.parametrize("name", MODELS)

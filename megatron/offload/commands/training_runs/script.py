@@ -66,7 +66,7 @@ class ScriptTrainer(Trainer):
             [*flags, *self.offload_flags]
         )  # the rest is for the trainer of this checkout
         if asked.recompute_granularity is not None:  # all of them
-            flags = ["--activation-recompute-layers", "0-99999"]
+            flags = ["--activation-recompute-layers", "all"]
             if asked.activation_offload == "off":  # and what they save stays
                 flags += PLACEMENT_FLAGS["keep"]
             else:  # and what they start from goes there
