@@ -7,6 +7,7 @@ Trainers look for torch's error, to try a smaller batch; an error of a disk woul
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from megatron.offload.moving.only_copy import OnlyCopy
 from megatron.offload.parameters.gradients import Gradients
 from megatron.offload.sizes import MIB
 from megatron.offload.states.window import Window
+from megatron.offload.tiers.transfer import Transfer
 from tests.lag import test_gradients_on_an_accelerator as of_gradients
 from tests.lag import test_parameters_on_an_accelerator as of_parameters
 from tests.lag.test_parameters_on_an_accelerator import DEVICE, assert_equal
@@ -42,9 +44,28 @@ def device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("mode", ["host", "ssd"])
 @pytest.mark.parametrize("built", [False, True], ids=["on its way", "its tensor is there"])
+@pytest.mark.parametrize("held_s", [0.0, 0.3], ids=["at once", "held for a moment"])
 def test_what_was_read_ahead_makes_room(
-    lag: LagModule, tmp_path: Path, mode: str, built: bool, caplog: pytest.LogCaptureFixture
+    lag: LagModule,
+    tmp_path: Path,
+    mode: str,
+    built: bool,
+    held_s: float,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    run = Transfer.run
+    holds: list[float] = []  # how long an I/O thread has what it has just read
+
+    def run_and_hold(transfer: Transfer) -> bool:
+        pieces = list(transfer._pieces)
+        goes_on = run(transfer)
+        if holds:
+            time.sleep(holds.pop())
+        del pieces
+        return goes_on
+
+    monkeypatch.setattr(Transfer, "run", run_and_hold)
     config = OffloadConfig(
         mode=mode, directories=(tmp_path,), min_bytes=1, host_budget=8 * SIZE, pinned_bytes=0
     )
@@ -61,6 +82,7 @@ def test_what_was_read_ahead_makes_room(
             lag.synchronize(DEVICE)
             lag.empty_cache()
             lag.limit_memory(lag.memory_reserved(DEVICE) + SIZE + SIZE // 2, DEVICE)
+            holds.append(held_s)
             engine.prefetch(save_order)  # the last one
             engine.dispatcher.drain()
             last = packed[-1].saved

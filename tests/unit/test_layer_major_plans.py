@@ -28,6 +28,8 @@ from megatron.offload.planner.profile.pipeline_schedule import (
     pipeline_schedule,
 )
 from megatron.offload.planner.profile.stage_profile import StageProfile
+from megatron.offload.planner.simulator.instructions import FIRST_TIER, RECOMPUTE_LAYER
+from megatron.offload.planner.simulator.instructions import KEEP as KEPT
 from megatron.offload.planner.simulator.timeline import Timeline
 from megatron.offload.planner.solver.solve import solve
 from megatron.offload.stats.memory import PeakMemory
@@ -114,7 +116,7 @@ def two_units(**more: Any) -> StageProfile:
 def predict(profile: StageProfile, *placements: Placement) -> Prediction:
     """With one placement for each layer."""
     timeline = Timeline(profile)
-    of_plan = {KEEP: 0, RECOMPUTE: 2, SSD: 3}
+    of_plan = {KEEP: KEPT, RECOMPUTE: RECOMPUTE_LAYER, SSD: FIRST_TIER}
     chosen = timeline.choices.all(0)
     for place, (begin, end) in zip(placements, timeline.choices.spans, strict=True):
         chosen[begin:end] = of_plan[place]

@@ -369,18 +369,23 @@ class SavedStorage:
         finally:
             del pending  # the error refers to this frame, and the transfer to the error
 
-    def give_up_read(self) -> None:
-        """Frees the memory that a read has filled or still fills, if backward has used no view.
+    def give_up_read(self) -> StorageReference | None:
+        """Lets the memory go that a read has filled or still fills, if backward has used no view.
 
         The bytes are on their tier and can be read again. Waits for a read that is under way.
+
+        Returns:
+            The memory, which threads that take part in the read may hold for a moment; or None.
         """
         self.wait_for_read()
-        let_go = None  # freed when this frame ends, outside the lock
+        let_go = memory = None  # freed when this frame ends, outside the lock
         with self._lock:
             is_back = self.state in (State.READING, State.RESTORED) and self.has_arrived
             if is_back and not any(view.is_used for view in self._living_views()):
+                memory = None if self._memory is None else StorageReference(self._memory)
                 let_go = self._let_go()
         del let_go
+        return memory
 
     def unpacked(self, memory: torch.UntypedStorage) -> torch.UntypedStorage:
         """The bytes as they were saved, from memory that `end_read` or `cancel_write` returned.

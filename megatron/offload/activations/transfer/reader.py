@@ -34,6 +34,7 @@ from megatron.offload.tiers.transfer import TRANSFER_ERRORS, Transfer
 
 _NOW = float("-inf")  # the deadline of a read that compute waits for
 _SOON = 0.0  # of a read that compute will wait for next; the prefetcher counts from 1
+_LET_GO_LOOKS, _LET_GO_S = 1000, 0.001
 _NOTICEABLE_S = 0.0002  # a shorter wait is the hand-over between two threads
 
 
@@ -241,8 +242,12 @@ class Reader:
         """
         self._dispatcher.submit(self.prefetcher.stop)
         self._dispatcher.drain()
-        for record in self.prefetcher.take_ahead():
-            record.give_up_read()
+        let_go = [record.give_up_read() for record in self.prefetcher.take_ahead()]
+        for _ in range(_LET_GO_LOOKS):  # an I/O thread and the dispatcher hold it a moment longer
+            if all(memory is None or memory.expired() for memory in let_go):
+                break
+            time.sleep(_LET_GO_S)
+            self._dispatcher.drain()
 
     def _unpacked(self, record: SavedStorage, memory: torch.UntypedStorage) -> torch.UntypedStorage:
         """A mask as it was saved, unpacked once; a use on another stream waits for that."""
