@@ -131,10 +131,9 @@ class AcceleratorDevice:
 
     def used_on(self, tensor: torch.Tensor, stream: Any) -> None:
         """Has the allocator keep a tensor's memory, once it is freed, until the stream has run."""
-        if not self._graph_memory.has(
-            tensor.untyped_storage()
-        ):  # replays are in the stream's order
-            tensor.record_stream(stream)  # the allocator ignores the stream that owns the memory
+        if self._graph_memory.has(tensor.untyped_storage()):
+            return  # only replays use it anew, in the order that the script gives them
+        tensor.record_stream(stream)  # the allocator ignores the stream that owns the memory
 
     def pin(self, address: int, num_bytes: int) -> None:
         """Page-locks a range of host memory for this device.

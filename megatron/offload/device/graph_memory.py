@@ -32,8 +32,9 @@ class GraphMemory:
 
     def __init__(self, index: int) -> None:
         self._index = index
-        self._node: Any = None  # a weak reference to the graph that ran last
-        self._addresses: frozenset[int] = frozenset()  # of its results, and of those before it
+        # A weak reference to the graph that ran last, and the addresses of its results and of those
+        # before it: together, for several threads may ask.
+        self._last: tuple[Any, frozenset[int]] = (lambda: None), frozenset()
 
     def has(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage is a result of a graph that the calling thread has run."""
@@ -44,7 +45,8 @@ class GraphMemory:
         node = None if manager is None else manager.current_node
         if node is None:
             return False
-        if self._node is None or self._node() is not node:
-            self._addresses = frozenset(one.data_ptr() for one in node.path_live_weakrefs())
-            self._node = weakref.ref(node)
-        return storage.data_ptr() in self._addresses
+        ran, addresses = self._last
+        if ran() is not node:
+            addresses = frozenset(one.data_ptr() for one in node.path_live_weakrefs())
+            self._last = weakref.ref(node), addresses
+        return storage.data_ptr() in addresses
