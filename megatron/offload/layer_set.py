@@ -81,9 +81,8 @@ class LayerSet:
         """
         layers = list(layers)
         for one in self.ranges:
-            ends = [one] if one.last == _NO_END else [one._replace(last=one.first)]
-            ends += [] if one.last == _NO_END else [one._replace(first=one.last)]
-            for end in ends:
+            ends = (one._replace(last=one.first), one._replace(first=one.last))
+            for end in (one,) if one.last == _NO_END else ends:
                 if not any(layer in LayerSet((end,)) for layer in layers):
                     return end
         return None
