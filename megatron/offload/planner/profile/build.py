@@ -361,18 +361,10 @@ def _with_replay(
 
 def _part_with_replay(part: PartProfile, known: PartProfile, slower: float) -> PartProfile:
     kept_bytes = part.movable_bytes + part.resident_bytes  # all that it saves
-    scaled = _scaled(known, kept_bytes / max(known.all_bytes, 1))
     return dataclasses.replace(
-        part,
-        movable_bytes=scaled.movable_bytes,
-        resident_bytes=scaled.resident_bytes,
-        num_storages=known.num_storages,
-        selective_bytes=scaled.selective_bytes,
-        selective_extra_bytes=scaled.selective_extra_bytes,
-        replayed_bytes=scaled.replayed_bytes,
+        _as_it_ran(_scaled(known, kept_bytes / max(known.all_bytes, 1)), part),
+        selective_s=part.selective_s,
         replay_s=known.replay_s * slower,  # both layers' seconds say how fast the machine was
-        replay_extra_bytes=scaled.replay_extra_bytes,
-        only_for_replay_bytes=scaled.only_for_replay_bytes,
     )
 
 
@@ -383,6 +375,12 @@ def _remembered(
     names = {part.name, part.name + SELECTIVE}
     if known is None or all(names.isdisjoint(one.again) for one in timings):
         return part
+    selective_s = known.selective_s if part.name in timings[0].again else part.selective_s
+    return dataclasses.replace(_as_it_ran(known, part), selective_s=selective_s)
+
+
+def _as_it_ran(known: PartProfile, part: PartProfile) -> PartProfile:
+    """What a part is known to save, with the seconds and the input that it has now."""
     return dataclasses.replace(
         known,
         produced_s=part.produced_s,
@@ -390,7 +388,6 @@ def _remembered(
         recompute_s=part.recompute_s,
         input_bytes=part.input_bytes,
         movable_input_bytes=part.movable_input_bytes,
-        selective_s=known.selective_s if part.name in timings[0].again else part.selective_s,
     )
 
 
