@@ -92,7 +92,11 @@ def offload_activations(
                 "give both or neither (what a checkpoint of the model's own keeps goes where "
                 "everything goes)"
             )
-            check_named(found.values(), config.offload_layers, config.recompute_layers)
+            check_named(
+                found.values(),
+                offload_layers=config.offload_layers,
+                recompute_layers=config.recompute_layers,
+            )
             check_tiers(config, reserve_bytes=0, num_local_ranks=local_world_size())
             if config.plans:
                 check_libraries("mode='auto'")

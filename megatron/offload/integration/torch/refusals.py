@@ -86,18 +86,18 @@ def check_not_graphed(layers: Iterable[torch.nn.Module]) -> None:
             )
 
 
-def check_named(layers: Iterable[str], *sets: LayerSet | None) -> None:
+def check_named(layers: Iterable[str], **sets: LayerSet | None) -> None:
     """Makes sure that the layers which settings name are there.
 
     Args:
         layers: the names of those that were found.
-        sets: of `offload_layers` and `recompute_layers`; None: names none.
+        sets: by the name of the setting; None: it names none.
 
     Raises:
         ConfigurationError: one is not.
     """
     layers = list(layers)
-    for name, chosen in zip(("offload_layers", "recompute_layers"), sets, strict=True):
+    for name, chosen in sets.items():
         if chosen is None or (missing := chosen.missing(layers)) is None:
             continue
         there = f"the layers are {layers[0]} to {layers[-1]}" if layers else "no layers were found"
