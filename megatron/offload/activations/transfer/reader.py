@@ -34,7 +34,7 @@ from megatron.offload.tiers.transfer import TRANSFER_ERRORS, Transfer
 
 _NOW = float("-inf")  # the deadline of a read that compute waits for
 _SOON = 0.0  # of a read that compute will wait for next; the prefetcher counts from 1
-_LET_GO_LOOKS, _LET_GO_S = 1000, 0.001
+_LET_GO_LOOKS, _LET_GO_S = 1000, 0.001  # at memory that was given up: a second at the most
 _NOTICEABLE_S = 0.0002  # a shorter wait is the hand-over between two threads
 
 
