@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import itertools
 import subprocess
 import sys
 import textwrap
@@ -20,6 +21,7 @@ from megatron.offload import ConfigurationError, StorageError, offload_activatio
 from megatron.offload.config import OffloadConfig
 from megatron.offload.integration.output_head import OutputHead
 from megatron.offload.integration.torch.offload import ActivationOffload
+from megatron.offload.stats import history
 from tests.support.loops import gradients, net, noise
 from tests.support.processes import ROOT
 from tests.support.same_training import digest
@@ -288,7 +290,10 @@ def test_a_program_may_end_without_closing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_grows_with_the_number_of_steps(tmp_path: Path) -> None:
+def test_nothing_grows_with_the_number_of_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "_REMEMBERED_STEPS", 8)  # instead of 1000: the test is not as long
     model = net().eval()
     with offload_activations(model, tmp_path, min_bytes=1) as offload:
 
@@ -298,8 +303,10 @@ def test_nothing_grows_with_the_number_of_steps(tmp_path: Path) -> None:
             gc.collect()
             return len(gc.get_objects())
 
-        before = objects_after(10)
-        assert objects_after(60) - before < 60
+        counts = [objects_after(80)]
+        counts += [objects_after(60) for _ in range(3)]
+        # Threads of others come and go meanwhile: what a step leaves behind is seen in each round.
+        assert min(after - before for before, after in itertools.pairwise(counts)) < 20
         assert offload.engine is not None and offload.engine.cache.num_records < 5
 
 
