@@ -202,14 +202,14 @@ class OffloadConfig(TierSettings):
         parse=parse_path,
         metavar="FILE",
     )
-    replay: str = flag(
+    replay: str | None = flag(
         "--activation-replay",
-        "off",
+        None,
         "on: a saved tensor that is a cheap function of other saved tensors (a norm's output, an "
         "activation function's, a cast, a sum) is neither kept nor moved; backward computes it "
         "again of these, with the same bytes. Each kind is compared with what was saved when a "
         "layer first saves it. With auto a plan chooses which layers do so. off: all that autograd "
-        "saves is kept or moved.",
+        "saves is kept or moved. Default: on, with every --activation-offload but off.",
         choices=("off", "on"),
     )
     chunked_loss: str | int = flag(
@@ -248,7 +248,7 @@ class OffloadConfig(TierSettings):
         if self.mode == "keep" and self.replay == "off":
             raise ConfigurationError(
                 "--activation-offload keep moves nothing, and without replay it spares nothing "
-                "either; give --activation-replay on as well, or --activation-offload off"
+                "either; drop --activation-replay off, or give --activation-offload off"
             )
         if self.replay == "on" and not self.enabled:
             raise ConfigurationError(

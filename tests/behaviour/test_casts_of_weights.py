@@ -88,7 +88,7 @@ def casts_in(tensors: list[torch.Tensor], model: torch.nn.Module) -> int:
 def test_a_llama_moves_its_activations_and_no_weight() -> None:
     transformers = pytest.importorskip("transformers")
 
-    def run(dtype: torch.dtype, *, casts: bool) -> tuple[Any, Any, list[torch.Tensor]]:
+    def run(dtype: torch.dtype, *, casts: bool, replay: str) -> tuple[Any, Any, list[torch.Tensor]]:
         torch.manual_seed(3)
         config = transformers.LlamaConfig(
             vocab_size=96,
@@ -101,7 +101,9 @@ def test_a_llama_moves_its_activations_and_no_weight() -> None:
         model = transformers.LlamaForCausalLM(config).to(dtype).train()
         ids = torch.randint(0, 96, (2, 24), generator=torch.Generator().manual_seed(1))
         with (
-            offload_activations(model, mode="host", host_budget=64 * MIB, min_bytes=1024) as handle,
+            offload_activations(
+                model, mode="host", host_budget=64 * MIB, min_bytes=1024, replay=replay
+            ) as handle,
             moved() as found,
         ):
             with torch.autocast("cpu", BF16, enabled=casts):
@@ -109,13 +111,15 @@ def test_a_llama_moves_its_activations_and_no_weight() -> None:
             loss.backward()
             return model, handle.statistics, found
 
-    model, statistics, found = run(torch.float32, casts=True)
-    linear = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
-    assert casts_in(found, model) == 0
-    assert statistics["recast_bytes"] == sum(2 * one.numel() for one in linear)
+    for replay in ("on", "off"):
+        model, statistics, found = run(torch.float32, casts=True, replay=replay)
+        linear = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
+        assert casts_in(found, model) == 0
+        assert statistics["recast_bytes"] == sum(2 * one.numel() for one in linear)
 
-    # What the model in bf16 moves, some of it in fp32, and more that autocast saves of tokens.
-    _, _, found_in_bf16 = run(BF16, casts=False)
+    # What the model in bf16 moves without replay, some of it in fp32, and more that autocast saves
+    # of tokens.
+    _, _, found_in_bf16 = run(BF16, casts=False, replay="off")
     kinds, kinds_in_bf16 = (
         collections.Counter((tuple(one.shape), one.dtype) for one in tensors)
         for tensors in (found, found_in_bf16)

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(240)
 
 BYTES_PER_S = 20_000_000
 INFLIGHT_BYTES = 8 * MIB
-STEP_BYTES = 24 * MIB  # a step offloads more than this
+STEP_BYTES = 20 * MIB  # a step offloads more than this
 
 
 class InFlight:

@@ -116,6 +116,9 @@ class ByLayer:
     def __init__(self):
         self.asked = []
 
+    def replays(self, scope):
+        return False
+
     def place_layer(self, scope):
         return Placement.SSD if scope.layer == "first" else Placement.KEEP
 

@@ -51,18 +51,20 @@ class Capturing(torch.nn.Module):
 def test_what_a_layer_captures_stays_and_all_else_moves(
     tmp_path: Path, capture: Capture, caplog: pytest.LogCaptureFixture, is_first: bool
 ) -> None:
-    def trained(mode: str) -> tuple[Any, int | float]:
+    def trained(mode: str, replay: str | None = None) -> tuple[Any, int | float]:
         torch.manual_seed(3)
         layers = [] if is_first else [torch.nn.Linear(32, 32), torch.nn.Tanh()]
         model = torch.nn.Sequential(*layers, Capturing(capture), torch.nn.Linear(32, 32))
-        with offload_activations(model, tmp_path, mode=mode, min_bytes=1) as handle:
+        with offload_activations(model, tmp_path, mode=mode, min_bytes=1, replay=replay) as handle:
             for _ in range(2):
                 model(torch.randn(8, 32)).square().sum().backward()
             kept_bytes = 0 if handle.engine is None else handle.statistics["offloaded_bytes"]
             return gradients(model), kept_bytes
 
     expected, _ = trained("off")
-    found, moved_bytes = trained("ssd")
+    assert trained("ssd")[0] == expected
+    caplog.clear()
+    found, moved_bytes = trained("ssd", replay="off")
     assert found == expected
     tensor_bytes = 8 * 32 * 4
     # Outputs of tanh: before what is captured, and behind it, where two operations save it.

@@ -101,8 +101,8 @@ def test_the_bits_are_the_same_and_fewer_bytes_move(
 ) -> None:
     make, *most = MODELS[name]
     plain = train(make, dtype)
-    without = train(make, dtype, directory=tmp_path, mode="ssd")
-    ours = train(make, dtype, directory=tmp_path, mode="ssd", replay="on")
+    without = train(make, dtype, directory=tmp_path, mode="ssd", replay="off")
+    ours = train(make, dtype, directory=tmp_path, mode="ssd")
     assert_same(without, plain)
     assert_same(ours, plain)
     ratio = ours[2]["offloaded_bytes"] / without[2]["offloaded_bytes"]
@@ -126,7 +126,7 @@ def test_the_bits_are_the_same_and_fewer_bytes_move(
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_it_goes_with_every_mode(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
     make = MODELS[name][0]
-    ours = train(make, directory=tmp_path, replay="on", **settings)
+    ours = train(make, directory=tmp_path, **settings)
     assert_same(ours, train(make))
     if settings["mode"] != "auto":  # whose plan chooses, see test_torch_auto.py
         assert ours[2]["replayed_bytes"] > 0
@@ -135,7 +135,7 @@ def test_it_goes_with_every_mode(name: str, settings: dict[str, Any], tmp_path: 
 @pytest.mark.parametrize("name", MODELS)
 def test_it_goes_with_autocast(name: str, tmp_path: Path) -> None:
     make = MODELS[name][0]
-    ours = train(make, autocast=True, directory=tmp_path, mode="ssd", replay="on")
+    ours = train(make, autocast=True, directory=tmp_path, mode="ssd")
     assert_same(ours, train(make, autocast=True))
     assert ours[2]["replayed_bytes"] > 0
 
@@ -144,4 +144,4 @@ def test_replay_without_offload_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="instead"):
         offload_activations(torch.nn.Linear(2, 2), mode="off", replay="on")
     with pytest.raises(ConfigurationError, match="keep moves nothing"):
-        offload_activations(torch.nn.Linear(2, 2), mode="keep")
+        offload_activations(torch.nn.Linear(2, 2), mode="keep", replay="off")

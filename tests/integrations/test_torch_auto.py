@@ -265,8 +265,8 @@ def profiled(directory: Path, **settings: object) -> tuple[dict[str, Any], dict[
 
 def test_the_profile_has_what_is_replayed_and_its_seconds(tmp_path: Path) -> None:
     settings = {"min_bytes": 2048}
-    without, _ = profiled(tmp_path, **settings)
-    part, step = profiled(tmp_path, replay="on", **settings)
+    without, _ = profiled(tmp_path, replay="off", **settings)
+    part, step = profiled(tmp_path, **settings)
     tokens, size = 2 * 64, 4 * HIDDEN
     # Of the norm its result; of the gate `silu(gate)` and the product.
     assert part["replayed_bytes"] == tokens * size * (1 + 2 + 2)
@@ -284,7 +284,7 @@ def gated(num_steps: int, directory: Path | None = None, **settings: object) -> 
 
 def test_where_there_is_room_for_all_nothing_is_replayed(tmp_path: Path) -> None:
     """The first plan, and the second one, which has measured steps that replay nothing."""
-    settings = {"mode": "auto", "replay": "on", "min_bytes": 2048, "memory_budget_bytes": "1GiB"}
+    settings = {"mode": "auto", "min_bytes": 2048, "memory_budget_bytes": "1GiB"}
     found = gated(13, tmp_path, run_directory=tmp_path, **settings)
     assert found == gated(13)
     assert found.statistics[-1]["plans"] >= 2
@@ -298,7 +298,7 @@ def test_where_there_is_room_for_all_nothing_is_replayed(tmp_path: Path) -> None
 
 
 def test_where_there_is_room_for_some_these_do_not_replay(tmp_path: Path) -> None:
-    settings = {"mode": "auto", "replay": "on", "min_bytes": 2048}
+    settings = {"mode": "auto", "min_bytes": 2048}
     gated(4, tmp_path, run_directory=tmp_path, memory_budget_bytes="1GiB", **settings)
     profile = StageProfile.load(tmp_path / "activation-profile-stage0.json")
     layers = tuple(dataclasses.replace(one, recompute_s=None) for one in profile.layers)

@@ -256,7 +256,7 @@ def test_a_graph_that_outlives_its_handle_raises_and_the_model_goes_on(
 
 def test_what_a_tier_has_no_room_for_stays(tmp_path: Path) -> None:
     model, expected = net().eval(), net().eval()
-    with offload_activations(model, tmp_path, min_bytes=1, ssd_budget_bytes="64KiB") as offload:
+    with offload_activations(model, tmp_path, min_bytes=1, ssd_budget_bytes="32KiB") as offload:
         loss = model(noise()).sum()
         assert offload.engine is not None and offload.engine.wait_for_writes(30)
         loss.backward()

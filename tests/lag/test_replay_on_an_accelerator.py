@@ -74,9 +74,9 @@ def test_the_bits_are_the_same_however_late_the_device_is(
     mode: str, seed: int, lag: LagModule, tmp_path: Path
 ) -> None:
     expected, _ = trained(None)
-    _, without = trained(tmp_path, mode="ssd")
+    _, without = trained(tmp_path, mode="ssd", replay="off")
     lag.set_delays(50, 1500, seed=seed)
-    found, counted = trained(tmp_path, mode=mode, replay="on")
+    found, counted = trained(tmp_path, mode=mode)
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
     assert counted["replayed_bytes"] > 0 and counted["num_replays"] > 0
     assert counted["offloaded_bytes"] < without["offloaded_bytes"]
@@ -86,7 +86,7 @@ def test_auto_replays_no_more_where_there_is_room_for_all(lag: LagModule, tmp_pa
     """The last step is the first one that follows a plan."""
     expected, _ = trained(None)
     lag.set_delays(50, 1500, seed=0)
-    found, counted = trained(tmp_path, mode="auto", memory_budget_bytes="1GiB", replay="on")
+    found, counted = trained(tmp_path, mode="auto", memory_budget_bytes="1GiB")
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
     assert (counted["plans"], counted["replayed_bytes"], counted["num_replays"]) == (1, 0, 0)
 
@@ -97,7 +97,7 @@ def test_layers_replay_between_others_that_do_not(
 ) -> None:
     """What others are made of leaves in the first one and stays in the third."""
     expected, _ = trained(None)
-    _, all_replay = trained(tmp_path, mode="keep", replay="on")
+    _, all_replay = trained(tmp_path, mode="keep")
     keep = Placement.KEEP
     each = [(Placement.SSD, True), (keep, False), (keep, True), (keep, False), (keep, False)]
     names = [*(f"layers.{n}" for n in range(4)), name_after("layers.3")]
@@ -107,7 +107,7 @@ def test_layers_replay_between_others_that_do_not(
     ]
     save_plans(tmp_path / "plan.json", [Plan(tuple(lines))])
     lag.set_delays(50, 1500, seed=seed)
-    found, counted = trained(tmp_path, mode="auto", plan_file=tmp_path / "plan.json", replay="on")
+    found, counted = trained(tmp_path, mode="auto", plan_file=tmp_path / "plan.json")
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
     of_loss = TOKENS * HIDDEN * 4
     assert 2 * counted["replayed_bytes"] + of_loss == all_replay["replayed_bytes"]
@@ -121,7 +121,7 @@ class DropPath(torch.nn.Module):
 
 def test_values_of_noise_are_not_looked_at_which_would_wait_for_the_device(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(HIDDEN, HIDDEN), DropPath()).to(DEVICE)
-    handle = offload_activations(model, tmp_path, min_bytes=4096, mode="ssd", replay="on")
+    handle = offload_activations(model, tmp_path, min_bytes=4096, mode="ssd")
     model(noise(0)).square().mean().backward()
     assert handle.statistics["replayed_bytes"] == 0
     assert handle.statistics["offloaded_bytes"] >= TOKENS * HIDDEN * 4

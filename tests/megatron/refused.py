@@ -128,7 +128,10 @@ OFFLOAD = (
     Row(SSD, "megatron-core 0.99.0 is not supported", patches=OTHER_VERSION),
     Row("--activation-offload ssd", "--activation-offload ssd needs a place on an SSD"),
     Row("--activation-offload tiered", "--activation-offload tiered needs a place on an SSD"),
-    Row("--activation-offload keep", "keep moves nothing, and without replay it spares nothing"),
+    Row(
+        "--activation-offload keep --activation-replay off",
+        "keep moves nothing, and without replay it spares nothing",
+    ),
     Row("--activation-replay on", "give keep, ssd, host, tiered or auto instead"),
     Row(
         f"{SSD} --activation-offload-io gds --activation-offload-verify checksum",

@@ -48,6 +48,9 @@ class Divider:
         self.moving = moving
         self.asked: dict[str, int] = {}
 
+    def replays(self, scope: Scope) -> bool:
+        return False
+
     def place_layer(self, scope: Scope) -> Placement:
         return Placement.KEEP
 

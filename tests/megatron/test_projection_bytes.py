@@ -72,7 +72,7 @@ def test_projected_bytes_are_what_the_engine_moves(
 ) -> None:
     ranks = division.get("tensor", 1) * division.get("pipeline", 1)
     outcome = train(
-        "--attention-dropout 0 --train-iters 2",
+        "--attention-dropout 0 --train-iters 2 --activation-replay off",
         f"--activation-offload ssd --activation-offload-dir {tmp_path}",
         f"--activation-offload-io buffered --activation-offload-min-bytes {MIN_BYTES}",
         flags,
@@ -110,7 +110,7 @@ def test_projected_bytes_are_what_the_engine_moves(
 )
 def test_so_is_what_is_replayed(tmp_path: Path, flags: str, sizes: dict[str, object]) -> None:
     outcome = train(
-        "--attention-dropout 0 --train-iters 2 --activation-replay on",
+        "--attention-dropout 0 --train-iters 2",
         f"--activation-offload ssd --activation-offload-dir {tmp_path}",
         f"--activation-offload-io buffered --activation-offload-min-bytes {MIN_BYTES}",
         flags,

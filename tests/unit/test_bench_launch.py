@@ -35,7 +35,7 @@ def test_a_small_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert SavedTensorHooks.unpack is unpack  # as before
     found = json.loads(file.read_text())["ways"]["door"]
     assert found["steps"] == 2 and found["samples"] == 2  # layers of a step; the other is the CPU's
-    assert found["tensors_per_layer"] > found["storages_per_layer"] >= 6
+    assert found["tensors_per_layer"] > found["storages_per_layer"] >= 4
     assert found["forwarded_fraction"] == 0.0 and found["step_s_without"] > 0.0
     for name in ("us_per_layer", "us_per_storage", "processor_us_per_storage"):
         spreads = found[name]

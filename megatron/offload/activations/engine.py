@@ -148,7 +148,7 @@ class OffloadEngine:
             min_bytes=config.min_bytes,
             casts=self._casts,
             device=device,
-            replays=config.replay == "on",
+            replays=config.replay != "off",
             eps_of=self._norms.eps_of,
         )
         self._layers = LayerCapture(self.hooks, self.cache, self.writer, step)

@@ -121,12 +121,12 @@ class Columns:
     # -- Columns --------------------------------------------------------------------------------
 
     def _ssd(self) -> Result:
-        found, statistics = self._with_activations(self._steps[:STEPS])
+        found, statistics = self._with_activations(self._steps[:STEPS], replay="off")
         return self._compared(found, "steps", any(one["offloaded_bytes"] for one in statistics))
 
     def _replay(self) -> Result:
         """More steps than those in which a recipe is compared."""
-        found, statistics = self._with_activations(self._steps, replay="on")
+        found, statistics = self._with_activations(self._steps)
         replayed, moved = (
             sum(one[name] for one in statistics) for name in ("replayed_bytes", "offloaded_bytes")
         )

@@ -102,10 +102,9 @@ def move_states(name: str, optimizer: torch.optim.Optimizer, settings: Settings)
 def _ours(name: str, model: Any, shape: Shape, settings: Settings, budget_bytes: int | None) -> Any:
     common: dict[str, Any] = {"min_bytes": settings.min_bytes}
     if name == "replay":
-        return offload_activations(model, mode="keep", replay="on", **common)
-    if name.endswith(_WITH_REPLAY):
-        name = name.removesuffix(_WITH_REPLAY)
-        common["replay"] = "on"
+        return offload_activations(model, mode="keep", **common)
+    common["replay"] = "on" if name.endswith(_WITH_REPLAY) else "off"
+    name = name.removesuffix(_WITH_REPLAY)
     host = {**common, "host_budget": settings.host_budget_bytes}
     if name == "keep":
         return offload_activations(model, mode="host", **{**host, "min_bytes": _NEVER_BYTES})

@@ -274,6 +274,6 @@ def _again(held: Held) -> Held:
 
 
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.dtype is not other.dtype or one.shape != other.shape:
+    if one.dtype is not other.dtype or one.shape != other.shape or one.device != other.device:
         return False
     return torch.equal(bits_of(one), bits_of(other))

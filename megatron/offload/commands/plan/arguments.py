@@ -199,11 +199,9 @@ def _add_goal(group: Any) -> None:
     group.add_argument(
         "--activation-replay",
         choices=("off", "on"),
-        default="off",
         help="on: plans may have what norms and activation functions give computed again in "
         "backward, neither kept nor moved; not in kernels that replay does not know, as "
-        "Transformer Engine's. "
-        "Default: off",
+        "Transformer Engine's. Default: on",
     )
     group.add_argument(
         "--optimizer-state-offload",

@@ -80,7 +80,8 @@ def request_of(args: argparse.Namespace) -> Request:
     rated = args.activation_offload_drive_tbw
     if args.profile is not None:
         given = [flag_of(name) for name in _NEEDED if getattr(args, name) is not None]
-        given += ["--activation-replay on"] * (args.activation_replay == "on")
+        if args.activation_replay is not None:
+            given.append(f"--activation-replay {args.activation_replay}")
         if given:
             raise ConfigurationError(
                 f"--profile has the model and its sizes; drop {', '.join(given)}, or give "
@@ -125,7 +126,7 @@ def projections_of(args: argparse.Namespace) -> tuple[Projection, ...]:
             distributed_optimizer=args.use_distributed_optimizer,
             min_bytes=args.activation_offload_min_bytes,
             inflight_bytes=args.activation_offload_inflight,
-            replay=args.activation_replay == "on",
+            replay=args.activation_replay != "off",
             states_on=args.optimizer_state_offload,
             states_window_bytes=args.optimizer_state_window,
         )

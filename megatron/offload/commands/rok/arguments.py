@@ -127,9 +127,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measure.add_argument(
         "--activation-replay",
         choices=("off", "on"),
-        default="off",
+        default="on",
         help="on: strategies with activation offload replay, plans where they choose to; those "
-        "without it do not. Default: off",
+        "without it do not. Default: on",
     )
     output = parser.add_argument_group("output")
     output.add_argument(

@@ -63,7 +63,7 @@ class Strategy(Variant):
             return f"{rule}first {self.num_moved} to ssd"
         return TITLES[self.placement]
 
-    def flags(self, plan: Path | None = None, *, replay: bool = False) -> list[str]:
+    def flags(self, plan: Path | None = None, *, replay: bool) -> list[str]:
         """The trainer's flags for the strategy.
 
         Args:
@@ -72,7 +72,9 @@ class Strategy(Variant):
         """
         flags = self._flags(plan)
         mode = flags[flags.index("--activation-offload") + 1]
-        return [*flags, *(["--activation-replay", "on"] if replay and mode != "off" else [])]
+        return (
+            flags if mode == "off" else [*flags, "--activation-replay", "on" if replay else "off"]
+        )
 
     def _flags(self, plan: Path | None) -> list[str]:
         batch = ["--micro-batch-size", str(self.micro_batch_size)]
