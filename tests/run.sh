@@ -40,9 +40,9 @@ check() {
     shift
     printf '\n== %s\n' "$name"
     if "$@"; then
-        durations+=("$(printf '%-8s passed in %4d s' "$name" $((SECONDS - started)))")
+        durations+=("$(printf '%-9s passed in %4d s' "$name" $((SECONDS - started)))")
     else
-        durations+=("$(printf '%-8s FAILED in %4d s' "$name" $((SECONDS - started)))")
+        durations+=("$(printf '%-9s FAILED in %4d s' "$name" $((SECONDS - started)))")
         failed+=("$name")
     fi
 }
@@ -57,36 +57,46 @@ note_failures() {
     fi
 }
 
-# Two processes side by side, on a core each: most of the tests that train, and all others, whose output
-# comes when they have ended. Where the alphabet is cut, both take about as long; with --slow it is the
-# trainings that take longer, so tests/unit is with the others then.
-tests() {
-    local run=("$PYTHON" -m pytest --durations=10 "$@") status=0 others_status=0
-    local trains=(--ignore=tests/unit) others=()
-    if [[ " $* " != *" --slow "* && " $* " != *" --rare "* ]]; then
-        trains=() others=(--ignore=tests/unit)
-    fi
-    own_output="$(mktemp)" others_output="$(mktemp)"
-    "${run[@]}" "${others[@]}" --ignore-glob='tests/megatron/test_[a-q]*' \
+# Two processes side by side, on a core each: most of the tests that train, with all other checks around
+# them, and in the background all other tests, whose output comes when they have ended. Where the alphabet
+# is cut, both take about as long; with --slow it is the trainings that take longer, so tests/unit is with
+# the others then.
+run=("$PYTHON" -m pytest --durations=10)
+trainings_status=0 others_status=0
+
+begin_others() {
+    local others=(--ignore=tests/unit)
+    if [[ " $* " == *" --slow "* || " $* " == *" --rare "* ]]; then others=(); fi
+    others_output="$(mktemp)"
+    "${run[@]}" "$@" "${others[@]}" --ignore-glob='tests/megatron/test_[a-q]*' \
         --ignore-glob='tests/integrations/test_[a-s]*' \
         --ignore-glob='tests/integrations/test_torch_d*' >"$others_output" 2>&1 &
     others_pid=$!
     trap 'kill "$others_pid" 2>/dev/null' INT EXIT # in the background it does not hear Ctrl-C
-    "${run[@]}" "${trains[@]}" --ignore=tests/autograd --ignore=tests/behaviour \
+}
+
+trainings() {
+    local trains=() output
+    if [[ " $* " == *" --slow "* || " $* " == *" --rare "* ]]; then trains=(--ignore=tests/unit); fi
+    output="$(mktemp)"
+    "${run[@]}" "$@" "${trains[@]}" --ignore=tests/autograd --ignore=tests/behaviour \
         --ignore=tests/lag --ignore-glob='tests/megatron/test_[r-z]*' \
         --ignore-glob='tests/integrations/test_t[p-z]*' \
-        --ignore-glob='tests/integrations/test_torch_[!d]*' | tee "$own_output" ||
-        status=${PIPESTATUS[0]}
+        --ignore-glob='tests/integrations/test_torch_[!d]*' | tee "$output" ||
+        trainings_status=${PIPESTATUS[0]}
+    note_failures "$trainings_status" "$output"
+    rm "$output"
+    return $((trainings_status == 5 ? 0 : trainings_status)) # 5: no test was selected
+}
+
+others() {
     wait "$others_pid" || others_status=$?
     trap - INT EXIT
     cat "$others_output"
-    note_failures "$status" "$own_output"
     note_failures "$others_status" "$others_output"
-    rm "$own_output" "$others_output"
-    # 5: no test was selected, which is an error only if both say so.
-    if ((status == 5)); then status=$others_status; fi
-    if ((others_status == 5)); then others_status=$status; fi
-    return $((status || others_status))
+    rm "$others_output"
+    # That no test was selected is an error only if both say so.
+    return $((others_status == 5 && trainings_status != 5 ? 0 : others_status))
 }
 
 # What meets the inner side of PyTorch, which differs between releases: in one process.
@@ -114,12 +124,6 @@ compiling=$!
 building=$!
 check lint "$PYTHON" -m ruff check .
 check format "$PYTHON" -m ruff format --check .
-if "$PYTHON" -c 'import torch, sys; sys.exit("torch==" + torch.__version__.split("+")[0] not in open(sys.argv[1]).read().split())' \
-    tools/constraints.txt; then
-    check types "$PYTHON" -m mypy megatron/offload
-else
-    echo "tests: types are checked with the PyTorch of tools/constraints.txt alone; others describe themselves otherwise"
-fi
 beside="$(dirname "$PYTHON")"
 if [[ -x "$beside/shellcheck" ]]; then
     check shell "$beside/shellcheck" -x .ci/run tests/run.sh tools/bootstrap.sh \
@@ -133,7 +137,14 @@ else
     echo "tests: no hadolint beside $PYTHON; the Dockerfile is not checked"
 fi
 wait "$compiling" "$building" || true # the tests would say what is wrong
-check pytest tests "$@"
+begin_others "$@"
+if "$PYTHON" -c 'import torch, sys; sys.exit("torch==" + torch.__version__.split("+")[0] not in open(sys.argv[1]).read().split())' \
+    tools/constraints.txt; then
+    check types "$PYTHON" -m mypy megatron/offload
+else
+    echo "tests: types are checked with the PyTorch of tools/constraints.txt alone; others describe themselves otherwise"
+fi
+check trainings trainings "$@"
 if [[ "$has_next" == false ]]; then
     printf '\ntests: nothing was run with %s, as --next does\n' "$(grep '^torch==' tools/constraints-next.txt)"
 elif bootstrap_next; then
@@ -141,6 +152,7 @@ elif bootstrap_next; then
 else
     echo "tests: nothing was run with $(grep '^torch==' tools/constraints-next.txt), which is not installed"
 fi
+check others others
 
 printf '\n'
 printf '%s\n' "${durations[@]}"

@@ -170,7 +170,7 @@ def test_replay_stands_beside_the_same_model_without_it(
 ) -> None:
     path, picture = tmp_path / "all.json", tmp_path / "rok.svg"
     model = MODEL.replace("--num-layers 8", "--num-layers 2")
-    line = f"{model} --activation-replay on --kernels eager --json {path} --rok {picture}"
+    line = f"{model} --kernels eager --json {path} --rok {picture}"
     assert cli.main(line.split()) == 0
     said = capsys.readouterr().out
     # Of 2 x 2048 tokens with 2048 values in bf16 two norms, and what the activation function gives.

@@ -27,6 +27,7 @@ COLORS = {
     "recompute": "tab:orange",
     "recompute-ssd": "tab:red",
     "ssd": "tab:blue",
+    "ssd-no-replay": "tab:cyan",
 }
 MARKERS = {"default": "o", "offload": "s"}
 ALLOCATORS = {"default": "the C library's malloc", "offload": "offload's allocator"}

@@ -200,8 +200,8 @@ def _add_goal(group: Any) -> None:
         "--activation-replay",
         choices=("off", "on"),
         help="on: plans may have what norms and activation functions give computed again in "
-        "backward, neither kept nor moved; not in kernels that replay does not know, as "
-        "Transformer Engine's. Default: on",
+        "backward, neither kept nor moved. Default: on with --kernels eager; off with fused ones, "
+        "of which replay knows Megatron's own and not Transformer Engine's",
     )
     group.add_argument(
         "--optimizer-state-offload",

@@ -112,6 +112,7 @@ def projections_of(args: argparse.Namespace) -> tuple[Projection, ...]:
             f"--hardware needs a model as well; give {', '.join(missing)}, or --profile FILE"
         )
     model, parallel = _model(args), _parallelism(args)
+    replay = args.activation_replay or ("on" if model.eager else "off")
     gpu = GpuSpec.load(args.hardware)
     if args.matmul_fraction is not None:
         gpu = gpu.reaching(args.matmul_fraction)
@@ -126,7 +127,7 @@ def projections_of(args: argparse.Namespace) -> tuple[Projection, ...]:
             distributed_optimizer=args.use_distributed_optimizer,
             min_bytes=args.activation_offload_min_bytes,
             inflight_bytes=args.activation_offload_inflight,
-            replay=args.activation_replay != "off",
+            replay=replay == "on",
             states_on=args.optimizer_state_offload,
             states_window_bytes=args.optimizer_state_window,
         )

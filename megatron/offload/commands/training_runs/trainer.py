@@ -44,7 +44,8 @@ PLACEMENT_FLAGS: dict[str, list[str]] = {
     "recompute-ssd": ["--activation-offload", "ssd", *_EVERY_LAYER_AGAIN],
     "selective": ["--activation-offload", "off", "--recompute-granularity", "selective"],
     "ssd": ["--activation-offload", "ssd"],
-    # The same, and a loss that is not bit-identical.
+    "ssd-no-replay": ["--activation-offload", "ssd", "--activation-replay", "off"],
+    # The same as `ssd`, and a loss that is not bit-identical.
     "ssd-chunked": ["--activation-offload", "ssd", "--activation-chunked-loss", "auto"],
     "host": ["--activation-offload", "host"],
     "tiered": ["--activation-offload", "tiered"],
