@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,22 @@ def test_layers_replay_between_others_that_do_not(
     of_loss = TOKENS * HIDDEN * 4
     assert 2 * counted["replayed_bytes"] + of_loss == all_replay["replayed_bytes"]
     assert counted["offloaded_bytes"] > 0
+
+
+@pytest.mark.parametrize("budget", ["1300KiB", "1000KiB"])
+def test_the_bits_are_the_same_under_whatever_a_budget_in_between_asks_for(
+    budget: str, lag: LagModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which parts replay, move or are recomputed depends on how late the device happened to be."""
+    monkeypatch.setattr(sys.modules[__name__], "STEPS", 14)
+    expected, _ = trained(None)
+    lag.set_delays(50, 1500, seed=0)
+    settings = {"host_budget": "1GiB", "run_directory": tmp_path}
+    found, counted = trained(tmp_path, mode="auto", memory_budget_bytes=budget, **settings)
+    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+    assert counted["plans"] >= 2 and counted["kept_bytes"] > 0
+    done = ("replayed_bytes", "offloaded_bytes", "recomputed_layers")
+    assert sum(counted[name] for name in done) > 0
 
 
 class DropPath(torch.nn.Module):
