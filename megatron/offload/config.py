@@ -212,6 +212,15 @@ class OffloadConfig(TierSettings):
         "saves is kept or moved. Default: on, with every --activation-offload but off.",
         choices=("off", "on"),
     )
+    codec: str = flag(
+        "--activation-codec",
+        "off",
+        "int8: what replay does not compute again is kept and moved in 8 bits a value, each off "
+        "by at most 1/253 of the largest of its 128 neighbours. The losses of a step are the same, "
+        "bit for bit; its gradients are approximate. Log-probabilities, masks and inputs stay "
+        "exact. Not with auto.",
+        choices=("off", "int8"),
+    )
     chunked_loss: str | int = flag(
         "--activation-chunked-loss",
         "off",
@@ -245,16 +254,17 @@ class OffloadConfig(TierSettings):
             asks = f"--activation-offload {self.mode}"
         self.check_directories(asks)
         self._check_planning()
-        if self.mode == "keep" and self.replay == "off":
+        if self.mode == "keep" and self.replay == self.codec == "off":
             raise ConfigurationError(
-                "--activation-offload keep moves nothing, and without replay it spares nothing "
-                "either; drop --activation-replay off, or give --activation-offload off"
+                "--activation-offload keep moves nothing, and without replay or a codec it spares "
+                "nothing either; drop --activation-replay off, or give --activation-offload off"
             )
         if self.replay == "on" and not self.enabled:
             raise ConfigurationError(
                 "--activation-replay on is for what layers save, and --activation-offload off "
                 "leaves all of that to autograd; give keep, ssd, host, tiered or auto instead"
             )
+        self._check_codec()
         if self.io == "gds" and self.verify == "checksum":
             raise ConfigurationError(
                 "--activation-offload-verify checksum reads every byte in host memory, where "
@@ -280,6 +290,21 @@ class OffloadConfig(TierSettings):
                 f"--activation-offload-inflight ({format_size(self.inflight_bytes)}) is below "
                 f"--activation-offload-min-bytes ({format_size(self.min_bytes)}), so nothing could "
                 "ever be written; raise the former"
+            )
+
+    def _check_codec(self) -> None:
+        if self.codec == "off":
+            return
+        if not self.enabled:
+            raise ConfigurationError(
+                f"--activation-codec {self.codec} is for what layers save, and "
+                "--activation-offload off leaves all of that to autograd; give keep, ssd, host or "
+                "tiered instead"
+            )
+        if self.plans:
+            raise ConfigurationError(
+                f"--activation-codec {self.codec} goes with a fixed placement, and the plans of "
+                "--activation-offload auto do not count on it; give keep, ssd, host or tiered"
             )
 
     def _check_recomputation(self) -> None:

@@ -131,6 +131,18 @@ def test_the_bits_are_the_same_under_whatever_a_budget_in_between_asks_for(
     assert sum(counted[name] for name in done) > 0
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("mode", ["keep", "host", "ssd"])
+def test_what_a_codec_encodes_is_the_same_however_late_the_device_is(
+    mode: str, seed: int, lag: LagModule, tmp_path: Path
+) -> None:
+    expected, _ = trained(None, mode="keep", codec="int8")
+    lag.set_delays(50, 1500, seed=seed)
+    found, counted = trained(tmp_path, mode=mode, codec="int8")
+    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+    assert counted["encoded_bytes"] > 0 and counted["replayed_bytes"] > 0
+
+
 class DropPath(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * torch.empty_like(x).bernoulli_(0.5).div_(0.5)

@@ -130,7 +130,7 @@ OFFLOAD = (
     Row("--activation-offload tiered", "--activation-offload tiered needs a place on an SSD"),
     Row(
         "--activation-offload keep --activation-replay off",
-        "keep moves nothing, and without replay it spares nothing",
+        "keep moves nothing, and without replay or a codec it spares",
     ),
     Row("--activation-replay on", "give keep, ssd, host, tiered or auto instead"),
     Row(

@@ -149,6 +149,7 @@ class OffloadEngine:
             casts=self._casts,
             device=device,
             replays=config.replay != "off",
+            encodes=config.codec != "off",
             eps_of=self._norms.eps_of,
         )
         self._layers = LayerCapture(self.hooks, self.cache, self.writer, step)

@@ -83,6 +83,9 @@ class StepHistory:
         if self._median("replayed_bytes"):
             makers = self._steps[-1].unreplayed_by_operation
             rows.append(("replay", replay_line(self._median("replayed_bytes"), makers)))
+        if self._median("encoded_bytes"):
+            text = f"{size('encoded_bytes')} in 8 bits a value: gradients are approximate"
+            rows.append(("codec", text))
         if self._median("host_written_bytes"):
             rows += [
                 ("to host", f"{size('host_written_bytes')}, back {size('host_read_bytes')}"),

@@ -24,7 +24,8 @@ class StepStatistics:
     held_bytes: int = 0  # saved in storages that were found to outlive the step: they stay
     recast_bytes: int = 0  # copies of weights in another type: made again, not moved
     replayed_bytes: int = 0  # saved in storages that are computed again from others: not moved
-    num_replays: int = 0  # how often one was
+    num_replays: int = 0  # how often one was, or was decoded
+    encoded_bytes: int = 0  # saved in storages that a codec keeps and moves in fewer bits
     unreplayed_bytes: int = 0  # with replay: saved in the other storages, wherever these go
     foreign_bytes: int = 0  # saved in memory that is no block of torch's allocator: it stays
     rejected_bytes: int = 0  # wanted by the policy, but the tiers were full or failed

@@ -17,6 +17,7 @@ import torch
 
 from megatron.offload.activations.placement.policy import Placement, Policy
 from megatron.offload.activations.saved.cache import TensorCache, span_of
+from megatron.offload.activations.saved.encoded import encoding_of
 from megatron.offload.activations.saved.recipe import Recipe
 from megatron.offload.activations.saved.recipe_search import Held
 from megatron.offload.activations.saved.recipes import RecipeFinder
@@ -65,6 +66,9 @@ class SavedTensorHooks:
         min_bytes: the policy keeps smaller storages; for the counters.
         casts: knows which saved tensors are computed again instead.
         device: says which memory it gets back; the rest stays.
+        replays: what is a cheap function of other saved tensors is computed again of them.
+        encodes: of the rest, numbers are kept and moved in 8 bits each.
+        eps_of: see `RecipeFinder`.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class SavedTensorHooks:
         casts: WeightCasts,
         device: Device,
         replays: bool = False,
+        encodes: bool = False,
         eps_of: Callable[[torch.Tensor], float | None] = lambda _: None,
     ) -> None:
         self._min_bytes = min_bytes
@@ -94,7 +99,10 @@ class SavedTensorHooks:
         self._has_warned_of_capture = False
         self.recipes: RecipeFinder | None = None
         if replays:
-            self.recipes = RecipeFinder(cache.device, self.unpack, eps_of, self._fetch)
+            self.recipes = RecipeFinder(
+                cache.device, self.unpack, eps_of, self._fetch, is_exact=not encodes
+            )
+        self._encodes = encodes
         self._unreplayed = Unreplayed()
         # Held while one record is read back: its states and the read-ahead expect one read at a
         # time, and several threads may run backward through one graph. The holder may wait for a
@@ -198,13 +206,8 @@ class SavedTensorHooks:
             return storage, span, record, None
         if span is not None:
             num_bytes = span.num_bytes
-        elif (
-            self.recipes is not None
-            and batch is not None
-            and self._policy.replays(self._step.scope)
-        ):
-            save = functools.partial(self.save, batch=batch, instead_of_bytes=num_bytes)
-            recipe = self.recipes.find(tensor, storage, self._step.scope, save)
+        elif batch is not None:
+            recipe = self._find_recipe(tensor, storage, batch)
             if recipe is not None:
                 return storage, None, None, recipe
         if self.recipes is not None and batch is not None:
@@ -219,6 +222,18 @@ class SavedTensorHooks:
                 self._step.statistics.kept_bytes += num_bytes
             return None
         return storage, span, None, tier
+
+    def _find_recipe(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, batch: WriteBatch
+    ) -> Recipe | None:
+        """How the bytes are computed again, or decoded; what that takes is saved."""
+        scope = self._step.scope
+        save = functools.partial(self.save, batch=batch, instead_of_bytes=storage.nbytes())
+        if self.recipes is not None and self._policy.replays(scope):
+            recipe = self.recipes.find(tensor, storage, scope, save)
+            if recipe is not None:
+                return recipe
+        return encoding_of(tensor, storage, save) if self._encodes else None
 
     def take(self, tensor: torch.Tensor, move: Move, batch: WriteBatch) -> SavedView:
         """Carries out a move, and returns what autograd keeps instead of the tensor.
@@ -239,7 +254,12 @@ class SavedTensorHooks:
         if isinstance(where, Recipe):
             where.stream = record.stream
             record.replay_by(where)
-            step.statistics.replayed_bytes += record.saved_bytes
+            if not where.encodes:
+                step.statistics.replayed_bytes += record.saved_bytes
+            else:
+                step.statistics.encoded_bytes += record.saved_bytes
+                if self.recipes is not None:
+                    self.recipes.available.hold(storage)
             if step.observer is not None:
                 step.observer.replays(step.scope, storage, where.copied_bytes)
         if step.save_order is not None:

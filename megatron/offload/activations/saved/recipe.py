@@ -103,9 +103,15 @@ class Recipe:
         depth: 1, or more where operands are replayed in turn.
         copied_bytes: of the operands, copies of parameters.
         stream: of the device, on which those copies were made.
+        encodes: it decodes what a codec has made of the bytes.
+        is_exact: it gives the bytes that were saved; not so where a codec is among its steps, or
+            among those of its operands.
     """
 
-    __slots__ = ("bases", "copied_bytes", "depth", "operands", "program", "stream")
+    __slots__ = (
+        *("bases", "copied_bytes", "depth", "encodes", "is_exact", "operands", "program"),
+        "stream",
+    )
 
     def __init__(
         self,
@@ -114,8 +120,13 @@ class Recipe:
         bases: list[Any],
         depth: int,
         copied_bytes: int = 0,
+        *,
+        encodes: bool = False,
+        is_exact: bool = True,
     ) -> None:
         self.copied_bytes = copied_bytes
+        self.encodes = encodes
+        self.is_exact = is_exact and not encodes
         self.program = program
         self.operands = operands
         self.bases = bases

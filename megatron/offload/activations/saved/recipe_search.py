@@ -7,6 +7,7 @@ program, and compares nothing.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from megatron.offload.activations.saved.replayable_nodes import (
     add_scalar,
     constant_of,
     function_of,
+    layer_norm_of_decoded,
     operation_of,
 )
 from megatron.offload.activations.saved.resident import ResidentTensor
@@ -35,6 +37,7 @@ from megatron.offload.activations.saved.weight_casts import WeightCast
 Held = SavedView | ResidentTensor | WeightCast  # what autograd holds of an operand
 
 _MOST_NODES = 24  # that a search looks at: it ends soon in sums that go on through all layers
+_MOST_HELD = 32  # storages that a codec has encoded: those that a layer saved last
 _NOWHERE = Scope()
 
 
@@ -45,6 +48,7 @@ class AvailableTensors:
         results: by the node that made it and the number of its result. As long as a node is here,
             no other has its address.
         scope: of the layer.
+        is_exact: no codec changes operands.
 
     Args: as `RecipeFinder`.
     """
@@ -54,9 +58,15 @@ class AvailableTensors:
         device: torch.device,
         unpack: Callable[[Any], torch.Tensor],
         eps_of: Callable[[torch.Tensor], float | None],
+        *,
+        is_exact: bool = True,
     ) -> None:
         self.device = device
         self.eps_of = eps_of
+        self.is_exact = is_exact
+        self._saved_bytes: collections.deque[torch.UntypedStorage] = collections.deque(
+            maxlen=_MOST_HELD
+        )
         self._unpack = unpack
         self.results: dict[tuple[Any, int], Held] = {}
         self.scope = _NOWHERE
@@ -75,6 +85,11 @@ class AvailableTensors:
         """A layer has ended: its nodes belong to autograd alone again."""
         self.scope = _NOWHERE
         self.results.clear()
+        self._saved_bytes.clear()
+
+    def hold(self, storage: torch.UntypedStorage) -> None:
+        """Keeps what a codec has encoded until the layer ends: comparisons are with these bytes."""
+        self._saved_bytes.append(storage)
 
     def held_by(self, node: Any, name: str) -> Held | None:
         """What autograd holds of a tensor that a node saved; None: it is not ours to use."""
@@ -232,6 +247,8 @@ class RecipeSearch:
             if eps is None:
                 return None
             constants = (*constants, eps)
+            if not self._available.is_exact:  # the deviations are those of the exact operand
+                function = layer_norm_of_decoded
         return self._step(Step(function, tuple(values), constants))
 
     def _is_out_of_reach(self, node: Any, number: int) -> bool:

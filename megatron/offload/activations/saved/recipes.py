@@ -79,6 +79,7 @@ class RecipeFinder:
         unpack: the hook that gives autograd its tensors back, to tell ours from others'.
         eps_of: the eps of the norm that a parameter is the weight of; None: not known.
         fetch: reads a record from its tier, for a comparison.
+        is_exact: no codec changes operands.
     """
 
     def __init__(
@@ -87,10 +88,12 @@ class RecipeFinder:
         unpack: Callable[[Any], torch.Tensor],
         eps_of: Callable[[torch.Tensor], float | None],
         fetch: Callable[[SavedStorage], torch.UntypedStorage],
+        *,
+        is_exact: bool = True,
     ) -> None:
         self._device = device
         self._fetch = fetch
-        self.available = AvailableTensors(device, unpack, eps_of)
+        self.available = AvailableTensors(device, unpack, eps_of, is_exact=is_exact)
         self._checked: dict[Any, _CheckedProgram] = {}
         self._scalars: dict[Any, float] = {}  # that were right last, to be compared first
 
@@ -252,13 +255,17 @@ class RecipeFinder:
 def _recipe(program: Program, search: RecipeSearch) -> Recipe:
     operands = [_again(one) for one in search.held]
     bases: dict[int, Any] = {}
+    is_exact = True
     for one in operands:
         if isinstance(one, SavedView):
             recipe = one.saved.recipe
             records = [one.saved] if recipe is None else recipe.bases
             bases.update((id(record), record) for record in records)
+            is_exact = is_exact and (recipe is None or recipe.is_exact)
     copied_bytes = search.parameter_bytes
-    return Recipe(program, operands, list(bases.values()), search.depth, copied_bytes)
+    return Recipe(
+        program, operands, list(bases.values()), search.depth, copied_bytes, is_exact=is_exact
+    )
 
 
 def _again(held: Held) -> Held:

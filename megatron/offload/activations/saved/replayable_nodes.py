@@ -93,6 +93,19 @@ def _layer_norm(
     return result
 
 
+def layer_norm_of_decoded(
+    one: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    rstd: torch.Tensor,
+    shape: tuple[int, ...],
+    eps: float,
+) -> torch.Tensor:
+    """Layer norm of what a codec may have changed: its deviations are not those of forward."""
+    del rstd
+    return torch.native_layer_norm(one, shape, weight, bias, eps)[0]
+
+
 def _gelu(one: torch.Tensor, approximate: str) -> torch.Tensor:
     return F.gelu(one, approximate=approximate)
 

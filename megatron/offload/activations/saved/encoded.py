@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which saved tensors a codec keeps and moves in fewer bits, and how: `encoding_of`.
+
+The hooks ask it about what no recipe computes again. A codec is a recipe too: what it made of the
+tensor is saved in its place, and backward gets what it makes of that.
+
+Note [The same whatever the timing]
+What is encoded is always handed out decoded: also where the bytes that were saved are in memory
+still, because a write is late or because others hold them. Else gradients would depend on a drive's
+speed. So does what is computed again from it. Only a comparison sees the exact bytes, with which a
+recipe is trusted or not: `AvailableTensors.hold` keeps them for as long as the layer runs.
+
+Note [What stays exact]
+Nothing of the forward pass changes, so losses are the same, bit for bit. Encoded is what an
+operation with a gradient has made, in floating point. Inputs, masks, tables and statistics of norms
+and of attention are not, and neither are log-probabilities: every gradient begins with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from megatron.offload.activations.saved.autograd_graph import node_of
+from megatron.offload.activations.saved.int8 import (
+    TYPES,
+    decode_int8,
+    encode_int8,
+    encoded_bytes,
+)
+from megatron.offload.activations.saved.recipe import Layout, Program, Recipe, Step
+from megatron.offload.activations.saved.recipe_search import Held
+from megatron.offload.activations.saved.view import SavedView
+
+_EXACT = ("LogSoftmaxBackward0",)  # nodes whose results stay as they are
+
+
+def encoding_of(
+    tensor: torch.Tensor,
+    storage: torch.UntypedStorage,
+    save: Callable[[torch.Tensor], Held],
+) -> Recipe | None:
+    """How the storage of a tensor is decoded; what is decoded is saved. None: it stays exact.
+
+    Args:
+        tensor: that autograd saves; its operation has ended.
+        storage: its storage, which can move.
+        save: saves a tensor that autograd does not: what the codec made.
+    """
+    base = tensor._base
+    target = tensor if base is None else base
+    node = node_of(target)
+    if node is None or type(node).__name__ in _EXACT or target.dtype not in TYPES:
+        return None
+    num_values = target.numel()
+    if target.nbytes != storage.nbytes() or encoded_bytes(num_values) >= target.nbytes:
+        return None
+    with torch.no_grad():
+        values = torch.empty(0, dtype=target.dtype, device=target.device).set_(storage)
+        held = save(encode_int8(values))
+    step = Step(decode_int8, (~0,), (num_values, target.dtype))
+    program = Program((step,), Layout((num_values,), (1,), target.dtype))
+    bases = [held.saved] if isinstance(held, SavedView) else []
+    return Recipe(program, [held], bases, 1, encodes=True)

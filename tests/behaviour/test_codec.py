@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A codec: losses stay the same bit for bit, and gradients do not depend on where bytes were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.offload import ChangedInPlaceError, ConfigurationError, offload_activations
+from tests.support.loops import Net, net, noise
+
+MIN_BYTES = 512
+HOST = {"mode": "host", "host_budget": "1GiB"}
+
+
+class Training:
+    """Losses and gradients of some steps, and the counters of the last one."""
+
+    def __init__(
+        self,
+        directory: Path | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        held: list[torch.Tensor] | None = None,
+        model: Net | None = None,
+        num_steps: int = 4,
+        **settings: Any,
+    ) -> None:
+        model = (net() if model is None else model).to(dtype)
+        if held is not None:  # the caller holds what layers gave to each other
+            for one in model.modules():
+                one.register_forward_hook(lambda _, __, out: held.append(out))
+        self.losses: list[torch.Tensor] = []
+        self.gradients: list[torch.Tensor] = []
+        self.counted: dict[str, Any] = {}
+        handle = None
+        if settings:
+            handle = offload_activations(model, directory, min_bytes=MIN_BYTES, **settings)
+        for seed in range(num_steps):
+            torch.manual_seed(seed)
+            model.zero_grad()
+            loss = model(noise(seed).to(dtype)).square().mean()
+            loss.backward()
+            self.losses.append(loss.detach())
+            self.gradients += [one.grad for one in model.parameters() if one.grad is not None]
+            if handle is not None:
+                self.counted = handle.statistics
+        if handle is not None:
+            handle.close()
+
+    def differs_from(self, other: Training) -> float:
+        """The relative difference of all gradients together."""
+        ours, theirs = (
+            torch.cat([one.flatten().double() for one in training.gradients])
+            for training in (self, other)
+        )
+        return float((ours - theirs).norm() / theirs.norm())
+
+
+@pytest.mark.parametrize("replay", ["on", "off"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_losses_are_the_same_and_gradients_nearly(dtype: torch.dtype, replay: str) -> None:
+    exact = Training(dtype=dtype)
+    found = Training(dtype=dtype, codec="int8", replay=replay, **HOST)
+    assert all(map(torch.equal, found.losses, exact.losses))
+    assert 0 < found.differs_from(exact) < (0.02 if dtype is torch.float32 else 0.03)
+    assert found.counted["encoded_bytes"] > 0
+    assert (found.counted["replayed_bytes"] > 0) is (replay == "on")
+
+
+def test_gradients_are_the_same_wherever_bytes_were(tmp_path: Path) -> None:
+    """In memory, in host memory, on a drive that is slow, on both; the same again and again."""
+    expected = Training(codec="int8", **HOST)
+    for settings in (
+        HOST,
+        {"mode": "keep"},
+        {"mode": "ssd"},
+        {"mode": "ssd", "write_bytes_per_s": "100KB/s"},  # most is needed before it is written
+        {"mode": "tiered", "host_budget": "64KiB"},
+    ):
+        directory = tmp_path if settings["mode"] in ("ssd", "tiered") else None
+        found = Training(directory, codec="int8", **settings)
+        assert all(map(torch.equal, found.losses, expected.losses)), settings
+        assert all(map(torch.equal, found.gradients, expected.gradients)), settings
+
+
+@pytest.mark.parametrize("replay", ["on", "off"])
+@pytest.mark.parametrize("mode", ["keep", "host", "ssd"])
+def test_what_others_hold_is_decoded_all_the_same(mode: str, replay: str, tmp_path: Path) -> None:
+    """They have the exact bytes, and backward gets them nowhere."""
+    settings = {"mode": mode, "codec": "int8", "replay": replay}
+    directory = tmp_path if mode == "ssd" else None
+    held: list[torch.Tensor] = []
+    found = Training(directory, held=held, **settings)
+    expected = Training(directory, **settings)
+    assert held and all(map(torch.equal, found.gradients, expected.gradients))
+
+
+def test_a_quarter_of_the_bytes_moves() -> None:
+    without = Training(replay="off", **HOST)
+    found = Training(codec="int8", replay="off", **HOST)
+    encoded = found.counted["encoded_bytes"]
+    spared = without.counted["offloaded_bytes"] - found.counted["offloaded_bytes"]
+    # Of a value in four bytes one and an eighth of a bit are left.
+    assert spared == pytest.approx(encoded * (1 - 8.125 / 32), rel=0.01)
+    assert encoded > 0.7 * without.counted["offloaded_bytes"]
+
+
+def test_replay_goes_on_beside_it() -> None:
+    """What is computed again is as much as without the codec, from the first step."""
+    without, found = Training(**HOST), Training(codec="int8", **HOST)
+    assert found.counted["replayed_bytes"] == without.counted["replayed_bytes"] > 0
+    first = Training(codec="int8", num_steps=1, **HOST)
+    assert all(map(torch.equal, first.gradients, found.gradients))
+
+
+def test_log_probabilities_stay_exact() -> None:
+    """Every gradient begins with them."""
+
+    class Loss(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = torch.nn.Linear(64, 256)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores = self.linear(x)
+            return torch.nn.functional.cross_entropy(scores, torch.arange(32))
+
+    def gradient(**settings: Any) -> torch.Tensor:
+        model = Loss()
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+        handle = offload_activations(model, min_bytes=MIN_BYTES, **settings) if settings else None
+        model(x).backward()
+        if handle is not None:
+            assert handle.statistics["encoded_bytes"] == 0
+            handle.close()
+        assert model.linear.weight.grad is not None
+        return model.linear.weight.grad
+
+    assert torch.equal(gradient(codec="int8", **HOST), gradient())
+
+
+def test_a_graph_is_used_again() -> None:
+    model, x = net().eval(), noise()
+    with offload_activations(model, min_bytes=MIN_BYTES, codec="int8", **HOST):
+        loss = model(x).square().mean()
+        loss.backward(retain_graph=True)
+        first = [one.grad.clone() for one in model.parameters() if one.grad is not None]
+        model.zero_grad()
+        loss.backward()
+        again = [one.grad for one in model.parameters() if one.grad is not None]
+    assert first and all(map(torch.equal, first, again))
+
+
+def test_an_infinite_activation_is_found() -> None:
+    """A scaler that looks for overflows must see one."""
+    model = net().eval()
+    with torch.no_grad():
+        model.blocks[1].up.bias[3] = float("inf")
+    with offload_activations(model, min_bytes=MIN_BYTES, codec="int8", **HOST):
+        model(noise()).square().mean().backward()
+    found = [one.grad for one in model.parameters() if one.grad is not None]
+    assert any(not bool(one.isfinite().all()) for one in found)
+
+
+def test_what_is_changed_in_place_raises() -> None:
+    class Changes(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x)
+            z = y.pow(3)
+            y.mul_(2)
+            return z.sum()
+
+    model = Changes()
+    with offload_activations(model, min_bytes=MIN_BYTES, codec="int8", **HOST):
+        loss = model(torch.randn(32, 64))
+        with pytest.raises(ChangedInPlaceError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_the_summary_says_that_gradients_are_approximate() -> None:
+    model = net()
+    handle = offload_activations(model, min_bytes=MIN_BYTES, codec="int8", **HOST)
+    for seed in range(3):
+        model(noise(seed)).sum().backward()
+    said = handle.report()
+    handle.close()
+    assert "in 8 bits a value: gradients are approximate" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"mode": "off"}, "give keep, ssd, host or tiered instead"),
+        ({"mode": "auto", "memory_budget_bytes": "1GiB"}, "goes with a fixed placement"),
+        ({"codec": "int4"}, "choose one of off, int8"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    settings: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        offload_activations(net(), tmp_path, **{"codec": "int8", **settings})
