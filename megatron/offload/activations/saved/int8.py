@@ -48,7 +48,7 @@ def encode_int8(values: torch.Tensor) -> torch.Tensor:
     scales, bytes_ = _parts(encoded, number)
     kernels = _kernels_for(values)
     if kernels is not None:
-        kernels.encode(values, bytes_, scales)
+        kernels.encode(values, bytes_, scales, GROUP, LARGEST)
         return encoded
     for start in range(0, number, chunk := _chunk_of(values)):
         some = values[start : start + chunk]
@@ -72,7 +72,7 @@ def decode_int8(encoded: torch.Tensor, num_values: int, dtype: torch.dtype) -> t
     scales, bytes_ = _parts(encoded, num_values)
     kernels = _kernels_for(values)
     if kernels is not None:
-        kernels.decode(bytes_, scales, values)
+        kernels.decode(bytes_, scales, values, GROUP)
         return values
     for start in range(0, num_values, chunk := _chunk_of(values)):
         some = values[start : start + chunk]

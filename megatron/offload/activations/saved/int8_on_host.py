@@ -14,22 +14,22 @@ import numba
 import numpy
 import torch
 
-from megatron.offload.activations.saved.int8 import GROUP, LARGEST
-
 _INFINITE = 0x7F800000  # the bits of an infinite float32; those of NaN are above
 _NAN = 0x7FC0  # of bfloat16
 
 
-def encode(values: torch.Tensor, out: torch.Tensor, scales: torch.Tensor) -> None:
+def encode(
+    values: torch.Tensor, out: torch.Tensor, scales: torch.Tensor, group: int, largest: int
+) -> None:
     """Writes the multiples and the scales of values: float32 or bfloat16, in host memory."""
     bits = values.detach().view(_INTEGERS[values.element_size()]).numpy()
-    _encode(bits, out.numpy(), scales.view(torch.uint16).numpy())
+    _encode(bits, out.numpy(), scales.view(torch.uint16).numpy(), group, largest)
 
 
-def decode(multiples: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+def decode(multiples: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, group: int) -> None:
     """Writes the values: float32 or bfloat16, in host memory."""
     bits = out.view(_INTEGERS[out.element_size()]).numpy()
-    _decode(multiples.numpy(), scales.view(torch.uint16).numpy(), bits)
+    _decode(multiples.numpy(), scales.view(torch.uint16).numpy(), bits, group)
 
 
 _INTEGERS = {4: torch.uint32, 2: torch.uint16}
@@ -52,23 +52,24 @@ def _rounded(bits: Any) -> Any:
 
 
 @_compiled
-def _encode(values: Any, out: Any, scales: Any) -> None:
+def _encode(values: Any, out: Any, scales: Any, size: int, most: int) -> None:
     number = values.size
+    most_multiple = numpy.float32(most)
     shift = numpy.uint32(0 if values.itemsize == 4 else 16)
-    group_bits = numpy.empty(GROUP, numpy.uint32)
+    group_bits = numpy.empty(size, numpy.uint32)
     group = group_bits.view(numpy.float32)
     one_bits = numpy.empty(1, numpy.uint32)
     one = one_bits.view(numpy.float32)
     for place in range(scales.size):
-        start = place * GROUP
-        length = min(GROUP, number - start)
+        start = place * size
+        length = min(size, number - start)
         largest = numpy.uint32(0)
         for i in range(length):
             bits = numpy.uint32(values[start + i]) << shift
             group_bits[i] = bits
             largest = max(largest, bits & numpy.uint32(0x7FFFFFFF))
         one_bits[0] = largest
-        one[0] = one[0] / numpy.float32(LARGEST)
+        one[0] = one[0] / most_multiple
         scales[place] = _rounded(one_bits[0])
         one_bits[0] = numpy.uint32(scales[place]) << numpy.uint32(16)
         scale = one[0]
@@ -77,21 +78,21 @@ def _encode(values: Any, out: Any, scales: Any) -> None:
             continue
         for i in range(length):
             multiple = numpy.rint(group[i] / scale)
-            multiple = min(max(multiple, numpy.float32(-LARGEST)), numpy.float32(LARGEST))
+            multiple = min(max(multiple, -most_multiple), most_multiple)
             out[start + i] = numpy.int8(multiple)
 
 
 @_compiled
-def _decode(multiples: Any, scales: Any, out: Any) -> None:
+def _decode(multiples: Any, scales: Any, out: Any, size: int) -> None:
     number = out.size
     is_wide = out.itemsize == 4
-    group = numpy.empty(GROUP, numpy.float32)
+    group = numpy.empty(size, numpy.float32)
     group_bits = group.view(numpy.uint32)
     one_bits = numpy.empty(1, numpy.uint32)
     one = one_bits.view(numpy.float32)
     for place in range(scales.size):
-        start = place * GROUP
-        length = min(GROUP, number - start)
+        start = place * size
+        length = min(size, number - start)
         one_bits[0] = numpy.uint32(scales[place]) << numpy.uint32(16)
         scale = one[0]
         for i in range(length):
