@@ -282,7 +282,7 @@ def _compared(tmp_path: Path, make: Callable[[list[Any]], Any]) -> OffloadCallba
     callback = OffloadCallback(tmp_path, **SMALL)
     torch.manual_seed(5)
     assert results(make([callback])) == expected
-    assert callback.offload is not None and callback.offload.statistics["offloaded_storages"] > 5
+    assert callback.offload is not None and callback.offload.statistics["offloaded_storages"] > 2
     return callback
 
 

