@@ -140,6 +140,17 @@ def test_the_window_grows_by_what_a_stall_would_have_read_and_shrinks_again():
     assert prefetcher.window_bytes == pytest.approx(1000, abs=1)
 
 
+def test_a_wait_between_two_backward_passes_does_not_widen_the_window():
+    """Forward reads what recipes are compared with, and no read-ahead is for that."""
+    save_order, _ = order_of([1000])
+    prefetcher = Prefetcher(lambda record, deadline: True, budget=ByteBudget(10**6))
+    prefetcher.start(save_order, opens_at_once=True)
+    prefetcher.stop()
+    prefetcher.waited(1.0, 500.0)
+    prefetcher.start(save_order, opens_at_once=True)
+    assert prefetcher.window_bytes == 1000
+
+
 def test_short_stalls_do_not_widen_the_window(monkeypatch):
     now_s = 1000.0
     monkeypatch.setattr("time.perf_counter", lambda: now_s)

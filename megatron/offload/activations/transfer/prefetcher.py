@@ -98,8 +98,11 @@ class Prefetcher:
     def waited(self, seconds: float, bytes_per_s: float) -> None:
         """Compute had to wait for the storage that it is about to use.
 
-        The first one of a backward pass does not count: no window would have helped.
+        The first one of a backward pass does not count: no window would have helped. Neither does
+        a wait in forward, for a comparison.
         """
+        if self._save_order is None:
+            return
         counted_s = max(seconds - self._tolerated_s, 0.0)
         self._tolerated_s = max(self._tolerated_s - seconds, 0.0)
         if self._has_used_one:
