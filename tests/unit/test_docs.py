@@ -128,6 +128,8 @@ COMMANDS: tuple[tuple[str, str], ...] = (
      "tests/behaviour/test_states_in_a_cgroup.py::test_killed_in_memory_trained_on_the_ssd"),
     (r"tools/bench/hooks\.py", "needs: minutes"),
     (r"tools/bench/replay\.py", "needs: minutes"),
+    (r"tools/bench/codecs\.py",
+     "tests/integrations/test_bench_codecs.py::test_a_small_measurement"),
     (r"tools/bench/launch\.py", "tests/unit/test_bench_launch.py::test_a_small_measurement"),
     (r"megatron-offload bench", "tests/unit/test_bench.py::test_a_tiny_benchmark"),
     (r"tools/check/soak\.py", "tests/unit/test_check_soak.py::test_a_tiny_soak"),
