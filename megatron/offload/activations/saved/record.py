@@ -263,21 +263,18 @@ class SavedStorage:
         """The bytes in memory if they are still there, for good; None if only a tier has them.
 
         Cancels a queued write (forwarding): the bytes are needed now, so the write is of no use. A
-        storage that was written needs no read either if another owner keeps it alive; but what a
-        codec changed is always decoded, see Note [The same whatever the timing] in `encoded.py`.
+        storage that was written needs no read either if another owner keeps it alive, but for what
+        a codec encoded: Note [The same whatever the timing] in `encoded.py`.
         """
         pending, copy, bits = None, None, None  # freed when this frame ends, outside the lock
+        exact = self.recipe is None or self.recipe.is_exact
         with self._lock:
             if self.state is State.QUEUED:
                 self.state = State.IN_MEMORY
             elif self.state is State.WRITING:
                 pending, self._pending = self._pending, None
                 self.state, self.block = State.IN_MEMORY, None
-            elif (
-                self.state is State.ON_TIER
-                and (self.recipe is None or self.recipe.is_exact)
-                and (unmoved := self._unmoved()) is not None
-            ):
+            elif exact and self.state is State.ON_TIER and (unmoved := self._unmoved()) is not None:
                 self._memory = unmoved
                 self.state, self.block = State.IN_MEMORY, None
             if self.moves_bits and self.state is State.IN_MEMORY:
