@@ -4,7 +4,8 @@
 Recipes call them in the thread and on the stream that compute. They never wait for a device.
 
 Note [Eight bits a value]
-128 values that follow one another in memory are a group. A group has one scale, a bfloat16: its
+Symmetric quantization to int8 in groups, by the largest magnitude (absmax), rounded to nearest: 128
+values that follow one another in memory are a group. A group has one scale, a bfloat16: its
 largest magnitude over 127. Of each value the nearest multiple of the scale is kept, of -127 to 127.
 So a decoded value is off by half a scale at most, 1/253 of the largest, and zero stays zero. If a
 group has an infinite value or a NaN, its scale is none that counts, and all of it is NaN when it is
