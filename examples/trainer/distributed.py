@@ -17,6 +17,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from megatron.offload.integration import gloo
+
 _TIMEOUT = timedelta(minutes=10)
 
 
@@ -110,3 +112,4 @@ def shutdown() -> None:
     dist.barrier()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+    gloo.wait_until_idle()

@@ -7,6 +7,7 @@ prints last on rank 0 is a line of JSON, which the test gets.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import subprocess
@@ -17,10 +18,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.offload.integration import gloo
 from tests.support.processes import ROOT
 
 _PATIENCE_S = 280.0
 _NOTICE_S = 5.0  # that the other ranks get to notice that one has failed
+
+if "RANKS_MEET_AT" in os.environ:  # one of the ranks
+    atexit.register(gloo.wait_until_idle)
 
 
 def init_process_group() -> None:
@@ -90,8 +95,11 @@ def run_ranks(
         what = f"ranks ended with {codes}"
         if not failed:
             what = f"ranks {still_running} had not ended after {patience_s:g} s and were killed"
-        tail = "\n".join(logs[shown].read_text(errors="replace").splitlines()[-40:])
-        raise AssertionError(f"{what}; the end of rank {shown}:\n{tail}")
+        lines = logs[shown].read_text(errors="replace").splitlines()[-40:]
+        said = next((line for line in reversed(lines) if line.strip()), "")
+        tail = "\n".join(lines)
+        # A summary of many tests shows the first line alone.
+        raise AssertionError(f"{what}: {said}; the end of rank {shown}:\n{tail}")
     return json.loads(logs[0].read_text().splitlines()[-1])
 
 

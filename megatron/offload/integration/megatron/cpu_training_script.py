@@ -22,6 +22,7 @@ import torch
 
 from megatron.offload.device.cuda import has_cuda
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.integration import gloo
 from megatron.offload.integration.megatron import cpu_runtime
 from megatron.offload.integration.megatron.cpu_runtime import Redirection
 from megatron.offload.integration.megatron.patch_point import PatchPoint
@@ -91,11 +92,12 @@ def set_defaults(parser: argparse.ArgumentParser) -> None:
 def end_groups() -> None:
     """Ends the process groups where the CPU runtime is on; the scripts leave them to the exit.
 
-    Gloo's threads sometimes abort a process that exits with them. Call it where no rank has a
-    collective under way.
+    Gloo's threads sometimes abort a process that exits with them: what still holds a group keeps
+    them alive, so they are waited for too. Call it where no rank has a collective under way.
     """
     if cpu_runtime.is_active() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+        gloo.wait_until_idle()
 
 
 def keep_sent_tensors(model_chunks: Iterable[torch.nn.Module]) -> None:
