@@ -130,6 +130,8 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     (r"tools/bench/replay\.py", "needs: minutes"),
     (r"tools/bench/codecs\.py",
      "tests/integrations/test_bench_codecs.py::test_a_small_measurement"),
+    (r"tools/bench/codec_training\.py",
+     "tests/integrations/test_bench_codecs.py::test_small_trainings"),
     (r"tools/bench/launch\.py", "tests/unit/test_bench_launch.py::test_a_small_measurement"),
     (r"megatron-offload bench", "tests/unit/test_bench.py::test_a_tiny_benchmark"),
     (r"tools/check/soak\.py", "tests/unit/test_check_soak.py::test_a_tiny_soak"),

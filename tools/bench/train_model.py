@@ -34,8 +34,8 @@ Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 def make_model(args: argparse.Namespace) -> Any:
-    """A new model, from a fixed seed."""
-    torch.manual_seed(0)
+    """A new model, from a seed: 0, or what `args.seed` says."""
+    torch.manual_seed(getattr(args, "seed", 0))
     model = _MODELS[args.model](args)
     return model.to(getattr(torch, args.dtype))
 

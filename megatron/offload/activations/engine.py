@@ -27,6 +27,7 @@ from megatron.offload.activations.placement.policy import FixedPolicy, Placement
 from megatron.offload.activations.saved.cache import LongLived, TensorCache
 from megatron.offload.activations.saved.norms import Norms
 from megatron.offload.activations.saved.observer import Observer
+from megatron.offload.activations.saved.quantization import CODECS
 from megatron.offload.activations.saved.save_order import SaveOrder
 from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.activations.saved.weight_casts import WeightCasts
@@ -149,7 +150,7 @@ class OffloadEngine:
             casts=self._casts,
             device=device,
             replays=config.replay != "off",
-            encodes=config.codec != "off",
+            codec=CODECS.get(config.codec),
             eps_of=self._norms.eps_of,
         )
         self._layers = LayerCapture(self.hooks, self.cache, self.writer, step)

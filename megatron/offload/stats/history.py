@@ -84,7 +84,7 @@ class StepHistory:
             makers = self._steps[-1].unreplayed_by_operation
             rows.append(("replay", replay_line(self._median("replayed_bytes"), makers)))
         if self._median("encoded_bytes"):
-            text = f"{size('encoded_bytes')} in 8 bits a value: gradients are approximate"
+            text = f"{size('encoded_bytes')} in few bits a value: gradients are approximate"
             rows.append(("codec", text))
         if self._median("host_written_bytes"):
             rows += [

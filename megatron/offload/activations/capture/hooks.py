@@ -19,6 +19,7 @@ import torch
 from megatron.offload.activations.placement.policy import Placement, Policy
 from megatron.offload.activations.saved.cache import TensorCache, span_of
 from megatron.offload.activations.saved.encoded import encoding_of
+from megatron.offload.activations.saved.quantization import Quantization
 from megatron.offload.activations.saved.recipe import Recipe
 from megatron.offload.activations.saved.recipe_search import Held
 from megatron.offload.activations.saved.recipes import RecipeFinder
@@ -68,7 +69,7 @@ class SavedTensorHooks:
         casts: knows which saved tensors are computed again instead.
         device: says which memory it gets back; the rest stays.
         replays: what is a cheap function of other saved tensors is computed again of them.
-        encodes: of the rest, numbers are kept and moved in 8 bits each.
+        codec: that keeps and moves the rest in few bits a value; None: exactly.
         eps_of: see `RecipeFinder`.
     """
 
@@ -85,7 +86,7 @@ class SavedTensorHooks:
         casts: WeightCasts,
         device: Device,
         replays: bool = False,
-        encodes: bool = False,
+        codec: Quantization | None = None,
         eps_of: Callable[[torch.Tensor], float | None] = lambda _: None,
     ) -> None:
         self._min_bytes = min_bytes
@@ -101,9 +102,9 @@ class SavedTensorHooks:
         self.recipes: RecipeFinder | None = None
         if replays:
             self.recipes = RecipeFinder(
-                cache.device, self.unpack, eps_of, self._fetch, is_exact=not encodes
+                cache.device, self.unpack, eps_of, self._fetch, is_exact=codec is None
             )
-        self._encodes = encodes
+        self._codec = codec
         self._unreplayed = Unreplayed()
         # Held while one record is read back: its states and the read-ahead expect one read at a
         # time, and several threads may run backward through one graph. The holder may wait for a
@@ -207,7 +208,7 @@ class SavedTensorHooks:
             return storage, span, record, None
         if span is not None:
             num_bytes = span.num_bytes
-        elif batch is not None and (self.recipes is not None or self._encodes):
+        elif batch is not None and (self.recipes is not None or self._codec):
             recipe = self._find_recipe(tensor, storage, batch)
             if recipe is not None:
                 return storage, None, None, recipe
@@ -234,7 +235,9 @@ class SavedTensorHooks:
             recipe = self.recipes.find(tensor, storage, scope, save)
             if recipe is not None:
                 return recipe
-        return encoding_of(tensor, storage, save) if self._encodes else None
+        if self._codec is None:
+            return None
+        return encoding_of(tensor, storage, self._codec, save)
 
     def take(self, tensor: torch.Tensor, move: Move, batch: WriteBatch) -> SavedView:
         """Carries out a move, and returns what autograd keeps instead of the tensor.

@@ -23,12 +23,7 @@ from collections.abc import Callable
 import torch
 
 from megatron.offload.activations.saved.autograd_graph import node_of
-from megatron.offload.activations.saved.int8 import (
-    TYPES,
-    decode_int8,
-    encode_int8,
-    encoded_bytes,
-)
+from megatron.offload.activations.saved.quantization import TYPES, Quantization
 from megatron.offload.activations.saved.recipe import Layout, Program, Recipe, Step
 from megatron.offload.activations.saved.recipe_search import Held
 from megatron.offload.activations.saved.view import SavedView
@@ -39,6 +34,7 @@ _EXACT = ("LogSoftmaxBackward0",)  # nodes whose results stay as they are
 def encoding_of(
     tensor: torch.Tensor,
     storage: torch.UntypedStorage,
+    codec: Quantization,
     save: Callable[[torch.Tensor], Held],
 ) -> Recipe | None:
     """How the storage of a tensor is decoded; what is decoded is saved. None: it stays exact.
@@ -46,6 +42,7 @@ def encoding_of(
     Args:
         tensor: that autograd saves; its operation has ended.
         storage: its storage, which can move.
+        codec: that makes it smaller.
         save: saves a tensor that autograd does not: what the codec made.
     """
     base = tensor._base
@@ -54,12 +51,12 @@ def encoding_of(
     if node is None or type(node).__name__ in _EXACT or target.dtype not in TYPES:
         return None
     num_values = target.numel()
-    if target.nbytes != storage.nbytes() or encoded_bytes(num_values) >= target.nbytes:
+    if target.nbytes != storage.nbytes() or codec.encoded_bytes(num_values) >= target.nbytes:
         return None
     with torch.no_grad():
         values = torch.empty(0, dtype=target.dtype, device=target.device).set_(storage)
-        held = save(encode_int8(values))
-    step = Step(decode_int8, (~0,), (num_values, target.dtype))
+        held = save(codec.encode(values))
+    step = Step(codec.decode, (~0,), (num_values, target.dtype))
     program = Program((step,), Layout((num_values,), (1,), target.dtype))
     bases = [held.saved] if isinstance(held, SavedView) else []
     return Recipe(program, [held], bases, 1, encodes=True)

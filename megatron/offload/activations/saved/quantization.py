@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers in 8 or 4 bits: `INT8` and `INT4`, each with `encode` and `decode`.
+
+Recipes call them in the thread and on the stream that compute. They never wait for a device.
+
+Note [Few bits a value]
+Symmetric quantization to integers in groups, by the largest magnitude (absmax): 128 values that
+follow one another in memory are a group. A group has one scale, a bfloat16: its largest magnitude
+over 127 (int8) or 7 (int4). Of each value a multiple of the scale is kept, and zero stays zero. If
+a group has an infinite value or a NaN, its scale is none that counts, and all of it is NaN when it
+is decoded: what looks for overflows finds it.
+
+- int8 keeps the nearest multiple: a decoded value is off by half a scale at most, 1/253 of the
+  largest.
+- int4 keeps one of the two next multiples, the nearer one more often (stochastic rounding), so that
+  the mean over many groups is the value: what is off does not add up over steps. A decoded value is
+  off by a scale at most, 1/6.9 of the largest. `rounding_noise.py` says where the noise is from.
+
+The scales come first, two bytes a group, then the multiples: 8.125 or 4.125 bits a value.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.offload.activations.saved.rounding_noise import GROUP, noise_of
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_CHUNK_ON_HOST, _CHUNK = 1 << 17, 1 << 23  # values at a time: temporaries are small, or in a cache
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How values become integers and values again.
+
+    Attributes:
+        bits: of an integer: 8, or 4 of which a byte has two.
+        is_stochastic: values are rounded up or down by their own noise, else to nearest.
+    """
+
+    bits: int
+    is_stochastic: bool
+
+    @property
+    def largest(self) -> int:
+        """The largest multiple of the scale."""
+        return (1 << (self.bits - 1)) - 1
+
+    def encoded_bytes(self, num_values: int) -> int:
+        """Bytes that `encode` returns for so many values."""
+        return 2 * _num_groups(num_values) + -(-num_values * self.bits // 8)
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """Values in few bits each: see Note [Few bits a value].
+
+        Args:
+            values: of one dimension, contiguous, of one of `TYPES`.
+
+        Returns:
+            Shape [encoded_bytes], uint8, on the same device.
+        """
+        number = values.numel()
+        encoded = torch.empty(self.encoded_bytes(number), dtype=torch.uint8, device=values.device)
+        scales, out = _parts(encoded, number)
+        if (kernels := _kernels_for(values)) is not None:
+            kernels.encode(values, out, scales, self.bits)
+            return encoded
+        for start in range(0, number, chunk := _chunk_of(values)):
+            some = values[start : start + chunk]
+            multiples = self._encode(some, scales[start // GROUP :], start // GROUP)
+            at = start * self.bits // 8
+            out[at : at + len(multiples)] = multiples
+        return encoded
+
+    def decode(self, encoded: torch.Tensor, num_values: int, dtype: torch.dtype) -> torch.Tensor:
+        """The values that `encode` encoded, each off by as much as the note says at most.
+
+        Args:
+            encoded: its result.
+            num_values: of its argument.
+            dtype: of its argument.
+
+        Returns:
+            Shape [num_values].
+        """
+        values = torch.empty(num_values, dtype=dtype, device=encoded.device)
+        scales, multiples = _parts(encoded, num_values)
+        if (kernels := _kernels_for(values)) is not None:
+            kernels.decode(multiples, scales, values, self.bits)
+            return values
+        for start in range(0, num_values, chunk := _chunk_of(values)):
+            at, end = (place * self.bits // 8 for place in (start, start + chunk))
+            self._decode(multiples[at:end], scales[start // GROUP :], values[start : start + chunk])
+        return values
+
+    def _encode(self, values: torch.Tensor, scales: torch.Tensor, place: int) -> torch.Tensor:
+        """The multiples of some values, whose first group is at a place; writes their scales."""
+        wide = _in_groups(values.float())
+        largest = wide.abs().amax(1)
+        scale = scales[: len(wide)]
+        if self.is_stochastic:
+            scale.copy_(_rounded_up(largest / self.largest))
+        else:
+            scale.copy_(largest / self.largest)
+        multiples = wide / scale.float().unsqueeze(1)  # of no scale, or one of 0: no numbers
+        if self.is_stochastic:
+            multiples = multiples.add_(noise_of(wide, place)).floor_()
+        else:
+            multiples = multiples.round_()
+        multiples = multiples.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        multiples = multiples.clamp_(-self.largest, self.largest)
+        if self.bits == 8:
+            return multiples.to(torch.int8).view(torch.uint8).view(-1)[: values.numel()]
+        pairs = multiples.add_(8).to(torch.uint8).view(-1, 2)
+        return (pairs[:, 0] | pairs[:, 1] << 4)[: -(-values.numel() // 2)]
+
+    def _decode(self, multiples: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+        if self.bits == 8:
+            wide = multiples.view(torch.int8).float()
+        else:
+            wide = torch.stack((multiples & 15, multiples >> 4), 1).view(-1).float() - 8
+        wide = _in_groups(wide[: out.numel()])
+        wide.mul_(scales[: len(wide)].float().unsqueeze(1))
+        out.copy_(wide.view(-1)[: out.numel()])
+
+
+INT8 = Quantization(8, is_stochastic=False)
+INT4 = Quantization(4, is_stochastic=True)
+CODECS = {"int8": INT8, "int4": INT4}
+
+
+def _rounded_up(scales: torch.Tensor) -> torch.Tensor:
+    """The next bfloat16 that is not smaller: with it no multiple is beyond the largest."""
+    bits = scales.view(torch.int32)
+    up = ((bits + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)
+    return torch.where(scales.isfinite(), up, scales.to(torch.bfloat16))
+
+
+def _num_groups(num_values: int) -> int:
+    return -(-num_values // GROUP)
+
+
+def _chunk_of(values: torch.Tensor) -> int:
+    return _CHUNK_ON_HOST if values.device.type == "cpu" else _CHUNK
+
+
+def _parts(encoded: torch.Tensor, num_values: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales, and the bytes of multiples."""
+    split = 2 * _num_groups(num_values)
+    return encoded[:split].view(torch.bfloat16), encoded[split:]
+
+
+def _in_groups(values: torch.Tensor) -> torch.Tensor:
+    missing = -values.numel() % GROUP
+    if missing:
+        values = torch.nn.functional.pad(values, (0, missing))
+    return values.view(-1, GROUP)
+
+
+@functools.cache
+def _kernels() -> Any:
+    """Machine code for a CPU, if numba is installed (the extra `auto`); else None."""
+    if importlib.util.find_spec("numba") is None:
+        return None
+    from megatron.offload.activations.saved import quantization_on_host
+
+    return quantization_on_host
+
+
+def _kernels_for(values: torch.Tensor) -> Any:
+    has_kernel = values.device.type == "cpu" and values.dtype in (torch.float32, torch.bfloat16)
+    return _kernels() if has_kernel else None
