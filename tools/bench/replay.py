@@ -24,6 +24,7 @@ import datetime
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("llama", "qwen3", "gpt2", "bert", "llama-lora", "mixtral")
 DTYPES = ("float32", "bfloat16")
 _FIELDS = ("loss", "gradients", "weights")
-_SETTLED = 3  # first steps, in which recipes are compared
+SETTLED = 3  # first steps, in which recipes are compared
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,10 @@ def ways(allocator: str, limit: str | None, min_bytes: str) -> list[Way]:
     ]
 
 
-def measure(args: argparse.Namespace, model: str, dtype: str, folder: Path, bar: Any) -> Any:
-    """Trains one model in all ways; the figures of it.
+def trained_in_turns(
+    args: argparse.Namespace, model: str, dtype: str, found: list[Way], folder: Path, bar: Any
+) -> dict[str, Run]:
+    """Trains one model in all ways, a step each in turn; the runs by placement.
 
     Raises:
         RunError: a training failed.
@@ -80,7 +83,6 @@ def measure(args: argparse.Namespace, model: str, dtype: str, folder: Path, bar:
     for name in ("layers", "hidden", "sequence", "batch", "vocabulary"):
         flags += [f"--{name}", str(getattr(args, name))]
     trainer = Trainer(ROOT / "tools/bench/train_model.py", flags, args.directory)
-    found = ways("default" if has_cuda() else "offload", args.write_limit, args.min_bytes)
     with contextlib.ExitStack() as ends:
         trainings = {}
         for way in found:
@@ -91,20 +93,24 @@ def measure(args: argparse.Namespace, model: str, dtype: str, folder: Path, bar:
                 way.name, settings, way.allocator, folder / way.placement, in_turns=True
             )
             ends.callback(training.end)
-            training.run(enough=lambda steps: len(steps) >= _SETTLED)
+            training.run(enough=lambda steps: len(steps) >= SETTLED)
             trainings[way] = training
         for turn in range(args.turns):
             for way in order_of_round(found, turn):
                 trainings[way].step()
             bar.update()
-        runs = {way.placement: Run(way, 0, one.steps, _SETTLED) for way, one in trainings.items()}
-    return figures(runs)
+        return {way.placement: Run(way, 0, one.steps, SETTLED) for way, one in trainings.items()}
+
+
+def allocator() -> str:
+    """Of all ways, so that peaks can be compared."""
+    return "default" if has_cuda() else "offload"
 
 
 def figures(runs: dict[str, Run]) -> dict[str, Any]:
     """What the runs of a model show."""
     none, keep, without, ssd = (runs[name] for name in ("none", "keep", "ssd-without", "ssd"))
-    moved = [one.offload_median("offloaded_bytes", _SETTLED) for one in (ssd, without)]
+    moved = [one.offload_median("offloaded_bytes", SETTLED) for one in (ssd, without)]
     return {
         "identical": all(
             first_difference(none, one, same_length=False, fields=_FIELDS) is None
@@ -112,14 +118,14 @@ def figures(runs: dict[str, Run]) -> dict[str, Any]:
         ),
         "bytes_ratio": moved[0] / moved[1],
         "offloaded_bytes": moved[1],
-        "replayed_bytes": ssd.offload_median("replayed_bytes", _SETTLED),
+        "replayed_bytes": ssd.offload_median("replayed_bytes", SETTLED),
         "unreplayed_bytes": ssd.steps[-1]["unreplayed"],
-        "step_time_ratio": paired_ratio([ssd], [without], _SETTLED),
-        "ssd_peak_ratio": ssd.peak_bytes(_SETTLED) / without.peak_bytes(_SETTLED),
-        "peak_ratio": keep.peak_bytes(_SETTLED) / none.peak_bytes(_SETTLED),
-        "keep_time_ratio": paired_ratio([keep], [none], _SETTLED),
-        "step_s": {name: one.step_time_s(_SETTLED) for name, one in runs.items()},
-        "peak_bytes": {name: one.peak_bytes(_SETTLED) for name, one in runs.items()},
+        "step_time_ratio": paired_ratio([ssd], [without], SETTLED),
+        "ssd_peak_ratio": ssd.peak_bytes(SETTLED) / without.peak_bytes(SETTLED),
+        "peak_ratio": keep.peak_bytes(SETTLED) / none.peak_bytes(SETTLED),
+        "keep_time_ratio": paired_ratio([keep], [none], SETTLED),
+        "step_s": {name: one.step_time_s(SETTLED) for name, one in runs.items()},
+        "peak_bytes": {name: one.peak_bytes(SETTLED) for name, one in runs.items()},
     }
 
 
@@ -164,14 +170,19 @@ def table_of_the_rest(result: dict[str, Any], most: int = 4) -> list[tuple[str, 
 REST_HEADER = ("model", "computed again", "saved, by what made it")
 
 
-def main() -> int:
-    """Measures; the exit code."""
+def arguments(description: str, models: str, dtypes: str) -> argparse.ArgumentParser:
+    """What is measured, how large it is, and where it goes.
+
+    Args:
+        description: of the program.
+        models, dtypes: by default.
+    """
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     default = "default: %(default)s"
-    parser.add_argument("--models", default=",".join(MODELS), help=default)
-    parser.add_argument("--dtypes", default=",".join(DTYPES), help=default)
+    parser.add_argument("--models", default=models, help=default)
+    parser.add_argument("--dtypes", default=dtypes, help=default)
     parser.add_argument("--turns", type=int, default=7, help=f"steps that count; {default}")
     parser.add_argument("--layers", type=int, default=12, help=default)
     parser.add_argument("--hidden", type=int, default=768, help=default)
@@ -182,24 +193,55 @@ def main() -> int:
     parser.add_argument("--write-limit", help="of the SSD, for example 150MB/s")
     parser.add_argument("--directory", type=Path, default=ROOT / "runs/offload", help=default)
     parser.add_argument("--json", type=Path, help="also write the figures there")
-    args = parser.parse_args()
-    models, dtypes = args.models.split(","), args.dtypes.split(",")
-    if unknown := {*models} - {*MODELS}:
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; of {', '.join(MODELS)}")
+    return parser
+
+
+def measured(
+    tool: str, args: argparse.Namespace, measure: Callable[[str, str, Path, Any], Any]
+) -> dict[str, Any]:
+    """What a function finds for each model and type, with the machine; written as it comes.
+
+    Args:
+        tool: the program's name.
+        args: of `arguments`, with models and types as lists.
+        measure: gets a model, a type, a directory and a progress bar.
+
+    Raises:
+        RunError: a training failed.
+    """
     args.directory.mkdir(parents=True, exist_ok=True)
-    work = ROOT / "runs" / f"replay-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    command = shlex.join(["tools/bench/replay.py", *sys.argv[1:]]).replace(f"{ROOT}/", "")
+    work = ROOT / "runs" / f"{tool}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    command = shlex.join([f"tools/bench/{tool}.py", *sys.argv[1:]]).replace(f"{ROOT}/", "")
     result: dict[str, Any] = {"machine": machine_facts(args.directory), "command": command}
     result["models"] = {}
     print(in_a_line(result["machine"]))
+    num_turns = args.turns * len(args.models) * len(args.dtypes)
+    with tqdm(total=num_turns, unit="turn", disable=None) as bar:
+        for model in args.models:
+            for dtype in args.dtypes:
+                name = f"{model} {dtype}"
+                result["models"][name] = measure(model, dtype, work / name, bar)
+                if args.json is not None:
+                    args.json.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def main() -> int:
+    """Measures; the exit code."""
+    parser = arguments(__doc__, ",".join(MODELS), ",".join(DTYPES))
+    args = parser.parse_args()
+    args.models, args.dtypes = args.models.split(","), args.dtypes.split(",")
+    if unknown := {*args.models} - {*MODELS}:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; of {', '.join(MODELS)}")
+    found = ways(allocator(), args.write_limit, args.min_bytes)
     try:
-        with tqdm(total=args.turns * len(models) * len(dtypes), unit="turn", disable=None) as bar:
-            for model in models:
-                for dtype in dtypes:
-                    name = f"{model} {dtype}"
-                    result["models"][name] = measure(args, model, dtype, work / name, bar)
-                    if args.json is not None:
-                        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        result = measured(
+            "replay",
+            args,
+            lambda model, dtype, folder, bar: figures(
+                trained_in_turns(args, model, dtype, found, folder, bar)
+            ),
+        )
     except RunError as error:
         print(f"replay: error: {error}", file=sys.stderr)
         return 2

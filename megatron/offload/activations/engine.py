@@ -25,9 +25,9 @@ from megatron.offload.activations.memory_report import MemoryReport
 from megatron.offload.activations.open import open_tiers
 from megatron.offload.activations.placement.policy import FixedPolicy, Placement, Policy
 from megatron.offload.activations.saved.cache import LongLived, TensorCache
+from megatron.offload.activations.saved.encoded import CODECS
 from megatron.offload.activations.saved.norms import Norms
 from megatron.offload.activations.saved.observer import Observer
-from megatron.offload.activations.saved.quantization import CODECS
 from megatron.offload.activations.saved.save_order import SaveOrder
 from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.activations.saved.weight_casts import WeightCasts

@@ -18,8 +18,7 @@ import torch
 
 from megatron.offload.activations.placement.policy import Placement, Policy
 from megatron.offload.activations.saved.cache import TensorCache, span_of
-from megatron.offload.activations.saved.encoded import encoding_of
-from megatron.offload.activations.saved.quantization import Quantization
+from megatron.offload.activations.saved.encoded import Codec, encoding_of
 from megatron.offload.activations.saved.recipe import Recipe
 from megatron.offload.activations.saved.recipe_search import Held
 from megatron.offload.activations.saved.recipes import RecipeFinder
@@ -86,7 +85,7 @@ class SavedTensorHooks:
         casts: WeightCasts,
         device: Device,
         replays: bool = False,
-        codec: Quantization | None = None,
+        codec: Codec | None = None,
         eps_of: Callable[[torch.Tensor], float | None] = lambda _: None,
     ) -> None:
         self._min_bytes = min_bytes

@@ -14,27 +14,45 @@ Note [What stays exact]
 Nothing of the forward pass changes, so losses are the same, bit for bit. Encoded is what an
 operation with a gradient has made, in floating point. Inputs, masks, tables and statistics of norms
 and of attention are not, and neither are log-probabilities: every gradient begins with them.
+
+Note [Sums keep eight bits]
+With int4, sums and embeddings are kept in 8 bits: the residual stream, of which norms compute a
+variance, and queries and keys that were rotated, whose products are exponents. With these in 4 bits
+too, a training ends further from the exact loss (tools/bench/codec_training.py measures it).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from megatron.offload.activations.saved.autograd_graph import node_of
-from megatron.offload.activations.saved.quantization import TYPES, Quantization
+from megatron.offload.activations.saved.quantization import INT4, INT8, TYPES, Quantization
 from megatron.offload.activations.saved.recipe import Layout, Program, Recipe, Step
 from megatron.offload.activations.saved.recipe_search import Held
+from megatron.offload.activations.saved.unreplayed import maker_of
 from megatron.offload.activations.saved.view import SavedView
 
-_EXACT = ("LogSoftmaxBackward0",)  # nodes whose results stay as they are
+_EXACT = ("LogSoftmax",)  # operations whose results stay as they are
+_SUMS = ("Add", "Embedding")
+
+
+class Codec(NamedTuple):
+    """How values are kept and moved: see Note [Sums keep eight bits]."""
+
+    sums: Quantization
+    others: Quantization
+
+
+CODECS = {"int8": Codec(INT8, INT8), "int4": Codec(INT8, INT4)}
 
 
 def encoding_of(
     tensor: torch.Tensor,
     storage: torch.UntypedStorage,
-    codec: Quantization,
+    codec: Codec,
     save: Callable[[torch.Tensor], Held],
 ) -> Recipe | None:
     """How the storage of a tensor is decoded; what is decoded is saved. None: it stays exact.
@@ -48,15 +66,19 @@ def encoding_of(
     base = tensor._base
     target = tensor if base is None else base
     node = node_of(target)
-    if node is None or type(node).__name__ in _EXACT or target.dtype not in TYPES:
+    if node is None or target.dtype not in TYPES or target.nbytes != storage.nbytes():
         return None
+    maker = maker_of(target)
+    if maker in _EXACT:
+        return None
+    quantization = codec.sums if maker in _SUMS else codec.others
     num_values = target.numel()
-    if target.nbytes != storage.nbytes() or codec.encoded_bytes(num_values) >= target.nbytes:
+    if quantization.encoded_bytes(num_values) >= target.nbytes:
         return None
     with torch.no_grad():
         values = torch.empty(0, dtype=target.dtype, device=target.device).set_(storage)
-        held = save(codec.encode(values))
-    step = Step(codec.decode, (~0,), (num_values, target.dtype))
+        held = save(quantization.encode(values))
+    step = Step(quantization.decode, (~0,), (num_values, target.dtype))
     program = Program((step,), Layout((num_values,), (1,), target.dtype))
     bases = [held.saved] if isinstance(held, SavedView) else []
     return Recipe(program, [held], bases, 1, encodes=True)

@@ -132,7 +132,6 @@ class Quantization:
 
 INT8 = Quantization(8, is_stochastic=False)
 INT4 = Quantization(4, is_stochastic=True)
-CODECS = {"int8": INT8, "int4": INT4}
 
 
 def _rounded_up(scales: torch.Tensor) -> torch.Tensor:
