@@ -217,9 +217,9 @@ class OffloadConfig(TierSettings):
         "off",
         "int8: what replay does not compute again is kept and moved in 8 bits a value, each off "
         "by at most 1/253 of the largest of its 128 neighbours. int4: in 4 bits, off by at most "
-        "1/6.9, rounded up or down so that the mean is right; sums in 8 bits as well. The losses of a step are the same, "
-        "bit for bit; its gradients are approximate. Log-probabilities, masks and inputs stay "
-        "exact. Not with auto.",
+        "1/6.9, rounded up or down so that the mean is right; sums in 8 bits as well. The losses "
+        "of a step are the same, bit for bit; its gradients are approximate. Log-probabilities, "
+        "masks and inputs stay exact. Not with auto.",
         choices=("off", "int8", "int4"),
     )
     chunked_loss: str | int = flag(
