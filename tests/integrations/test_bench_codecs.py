@@ -26,13 +26,14 @@ def test_a_small_measurement(
     exit_code = codecs.main()
     by_codec = json.loads(file.read_text())["models"]["llama"]
     # Of fp32 a quarter is left, or an eighth of what is no sum, and what stays exact.
-    for codec, most, left in (("int8", 0.02, 0.25), ("int4", 0.2, 0.2)):
+    for codec, most, left in (("int8", 0.02, 0.25), ("fp8", 0.1, 0.25), ("int4", 0.2, 0.2)):
         found = by_codec[codec]
         assert found["loss_identical"]
         assert 0 < found["gradient_error"] < most and found["bf16_error"] > 0
         for ratio in (found["bytes_ratio"], found["bytes_ratio_without_replay"]):
             assert left < ratio < 0.5
     assert by_codec["int4"]["bytes_ratio"] < by_codec["int8"]["bytes_ratio"]
+    assert by_codec["fp8"]["gradient_error"] > by_codec["int8"]["gradient_error"]
     limits = (codecs.limit_of(codec, found) for codec, found in by_codec.items())
     errors = (found["gradient_error"] for found in by_codec.values())
     assert exit_code == (0 if all(map(operator.le, errors, limits)) else 1)
