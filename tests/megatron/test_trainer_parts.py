@@ -5,14 +5,17 @@ reserves."""
 from __future__ import annotations
 
 import json
+import os
 from itertools import islice
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from trainer import arguments, training
+from trainer import arguments, checkpointing, training
 from trainer.attention import _DropoutAttention, _DropoutMask
+from trainer.checkpointing import Progress
 from trainer.data import SampleOrder
 from trainer.gpt import GPT
 from trainer.metrics import MetricsFile, StepRecord
@@ -154,3 +157,29 @@ def test_each_rank_reserves_what_its_stage_needs(
     assert checked["reserve_bytes"] == sum(expected) // 2
     first, last = (activation_bytes(settings, 32, 1, 2, stage) for stage in (0, 1))
     assert first == 2 * last
+
+
+def test_the_disk_has_a_checkpoint_before_the_tracker_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power failure takes back what a resume would look for."""
+    synced: list[int] = []
+    at_names: list[tuple[str, list[int]]] = []
+    replace = Path.replace
+
+    def content(checkpoint: Path, *_: object) -> None:
+        for name in ("metadata.json", "weights"):
+            (checkpoint / name).write_text(name)
+
+    def noting(self: Path, target: Path) -> Path:
+        at_names.append((target.name, list(synced)))
+        return replace(self, target)
+
+    monkeypatch.setattr(checkpointing, "_save_content", content)
+    monkeypatch.setattr(checkpointing, "dist", mock.Mock(get_rank=lambda: 0))
+    monkeypatch.setattr(os, "fsync", lambda number: synced.append(os.fstat(number).st_ino))
+    monkeypatch.setattr(Path, "replace", noting)
+    saved = checkpointing.save_checkpoint(tmp_path, Progress(iteration=7), mock.MagicMock())
+    ((tracker, before),) = at_names
+    assert (tmp_path / tracker).read_text() == "7\n"
+    assert {one.stat().st_ino for one in (*saved.iterdir(), saved)} <= set(before)
