@@ -130,6 +130,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     (r"tools/bench/replay\.py", "needs: minutes"),
     (r"tools/bench/codecs\.py",
      "tests/integrations/test_bench_codecs.py::test_a_small_measurement"),
+    (r"tools/bench/codec_bytes\.py", "needs: minutes"),
     (r"tools/bench/codec_training\.py",
      "tests/integrations/test_bench_codecs.py::test_small_trainings"),
     (r"tools/bench/launch\.py", "tests/unit/test_bench_launch.py::test_a_small_measurement"),
