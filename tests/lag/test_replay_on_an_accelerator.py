@@ -131,14 +131,14 @@ def test_the_bits_are_the_same_under_whatever_a_budget_in_between_asks_for(
     assert sum(counted[name] for name in done) > 0
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("codec", "seed"), [("int8", 0), ("int8", 1), ("int8", 2), ("int4", 0)])
 @pytest.mark.parametrize("mode", ["keep", "host", "ssd"])
 def test_what_a_codec_encodes_is_the_same_however_late_the_device_is(
-    mode: str, seed: int, lag: LagModule, tmp_path: Path
+    mode: str, codec: str, seed: int, lag: LagModule, tmp_path: Path
 ) -> None:
-    expected, _ = trained(None, mode="keep", codec="int8")
+    expected, _ = trained(None, mode="keep", codec=codec)
     lag.set_delays(50, 1500, seed=seed)
-    found, counted = trained(tmp_path, mode=mode, codec="int8")
+    found, counted = trained(tmp_path, mode=mode, codec=codec)
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
     assert counted["encoded_bytes"] > 0 and counted["replayed_bytes"] > 0
 
