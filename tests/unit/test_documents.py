@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +151,33 @@ def test_what_is_another_file_is_a_sentence(name: str, kind: str, tmp_path: Path
     elif name != "metrics of a run" and (name, kind) != ("environment", "object"):
         assert said and len(said) < 1000
         assert name in NAMES_NO_FILE or str(path) in said
+
+
+def _with_other_words(value: Any) -> Iterator[Any]:
+    """A JSON value with one of its texts changed, for each; of a list's members for one."""
+    if isinstance(value, str):
+        yield ""
+        yield "x"
+        return
+    places: Iterable[Any] = value if isinstance(value, dict) else ()
+    if isinstance(value, list):
+        places = {str(type(one)): place for place, one in enumerate(value)}.values()
+    for where in places:
+        for other in _with_other_words(value[where]):
+            changed = value.copy()
+            changed[where] = other
+            yield changed
+
+
+@pytest.mark.parametrize("name", ["plan", "profile", "memory report", "rok", "fio", "environment"])
+def test_a_word_that_is_another_is_read_or_refused_in_a_sentence(name: str, tmp_path: Path) -> None:
+    text = READERS[name][0]()
+    documents = text.splitlines() if name == "memory report" else [text]
+    num_refused = 0
+    for changed in _with_other_words([json.loads(one) for one in documents]):
+        body = "".join(f"{json.dumps(one)}\n" for one in changed)
+        num_refused += bool(read(name, tmp_path / "file", body.encode()))
+    assert num_refused or name in NAMES_NO_FILE
 
 
 def _changed(value: Any, draw: st.DrawFn) -> Any:

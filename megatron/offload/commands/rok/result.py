@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from megatron.offload.commands.rok.measurements import MeasuredPoint, Point
+from megatron.offload.commands.rok.strategy import TITLES
 from megatron.offload.commands.rok.verdict import Verdict
 from megatron.offload.commands.training_runs.run import Run
 from megatron.offload.commands.training_runs.trainer import CHECKOUT
@@ -85,7 +86,11 @@ class Result:
             values["runs"] = ()
             check_finite(values)
             values["measured"] = values["figures"]
-            return msgspec.convert(values, cls, str_keys=True)
+            result = msgspec.convert(values, cls, str_keys=True)
+            unknown = {one.placement for one in result.measured} - {*TITLES}
+            if unknown:
+                raise ValueError(f"no strategy is called {min(unknown)!r}")
+            return result
 
 
 def _text(value: Any) -> str:
