@@ -177,7 +177,7 @@ def test_a_word_that_is_another_is_read_or_refused_in_a_sentence(name: str, tmp_
     for changed in _with_other_words([json.loads(one) for one in documents]):
         body = "".join(f"{json.dumps(one)}\n" for one in changed)
         num_refused += bool(read(name, tmp_path / "file", body.encode()))
-    assert num_refused or name in NAMES_NO_FILE
+    assert num_refused or name in (*NAMES_NO_FILE, "memory report")  # its words are names
 
 
 def _changed(value: Any, draw: st.DrawFn) -> Any:
