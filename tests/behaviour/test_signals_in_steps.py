@@ -26,6 +26,7 @@ import pytest
 import torch
 
 from megatron.offload.errors import OffloadError
+from megatron.offload.machine.autocast import autocast_depth
 from megatron.offload.tiers.file import UnlinkedFile
 from tests.support.interrupts import Interrupt, Moment, moments_of
 from tests.support.streams import (
@@ -200,6 +201,7 @@ class InterruptedSteps:
                 torch.ones(1, requires_grad=True).exp()  # takes hooks off whose end came half way
                 hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
                 assert hooks is None, f"hooks stay on the thread: {hooks}"
+                assert autocast_depth() == 0, "autocast would keep its casts of weights for good"
                 if training.stream == ACTIVATIONS:
                     assert training.handle.engine.wait_for_writes(SOON_S), "bytes stay in flight"
             except AssertionError as error:

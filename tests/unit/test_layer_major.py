@@ -29,6 +29,7 @@ from megatron.offload.layer_major.pausable_call import PausableCall, running_cal
 from megatron.offload.layer_major.random_numbers import TorchGenerators, advanced, num_drawn
 from megatron.offload.layer_major.schedule import LayerMajorSchedule
 from megatron.offload.layer_major.units import units_of
+from megatron.offload.machine.autocast import autocast_depth
 from tests.support.models import settle, ssd
 
 CPU = torch.device("cpu")
@@ -278,11 +279,13 @@ def test_autocast_s_settings_hold_in_the_call() -> None:
     """Also without a context: what the next one is entered with, and whether it is an inner one."""
 
     def settings() -> tuple[Any, ...]:
-        with torch.autocast("cpu", enabled=False):
-            torch.autocast_increment_nesting()
-            depth = torch.autocast_decrement_nesting()
         dtype = torch.get_autocast_dtype("cpu")
-        return depth > 1, dtype, torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()
+        return (
+            autocast_depth() > 0,
+            dtype,
+            torch.is_autocast_enabled("cpu"),
+            torch.is_autocast_cache_enabled(),
+        )
 
     def in_a_call() -> tuple[Any, ...]:
         call = PausableCall(settings, "call", CPU)

@@ -11,6 +11,8 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
+from megatron.offload.machine.autocast import autocast_depth
+
 
 class ThreadState:
     """What the thread that makes this has entered, as far as torch shows it.
@@ -69,8 +71,7 @@ class _Autocast:
             for kind in kinds
         ]
         self._caches = torch.is_autocast_cache_enabled()
-        torch.autocast_increment_nesting()
-        self._is_nested = torch.autocast_decrement_nesting() > 0
+        self._is_nested = autocast_depth() > 0
 
     def set(self) -> None:
         """Sets it for the calling thread."""

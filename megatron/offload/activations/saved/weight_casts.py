@@ -39,6 +39,7 @@ from megatron.offload.activations.saved.storage_reference import StorageReferenc
 from megatron.offload.activations.saved.tensor_kind import kind_of, without_graph
 from megatron.offload.activations.saved.view import witness_of
 from megatron.offload.errors import ChangedInPlaceError
+from megatron.offload.machine.autocast import autocast_depth
 
 _CAST = "ToCopyBackward0"  # autograd's name of what `Tensor.to` does
 
@@ -92,8 +93,7 @@ class WeightCasts:
         """Whether anything that autograd saves now may be a cast of a weight."""
         if not self._weights:
             return False
-        torch.autocast_increment_nesting()  # as `_is_within_autocast`
-        return torch.autocast_decrement_nesting() > 0 or self._is_any_elsewhere
+        return autocast_depth() > 0 or self._is_any_elsewhere
 
     def find(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, since: int, scope: Scope
@@ -106,7 +106,7 @@ class WeightCasts:
             since: number of the first operation of this thread in this step.
             scope: that saves it.
         """
-        is_autocast = _is_within_autocast()
+        is_autocast = autocast_depth() > 0
         cast = tensor if tensor._base is None else tensor._base
         node: Any = node_of(cast)
         if node is None or type(node).__name__ != _CAST:
@@ -237,12 +237,6 @@ class WeightCast:
                 alias.shape, self._strides, dtype=self._dtype, device=self._place
             )
             return content.copy_(alias)
-
-
-def _is_within_autocast() -> bool:
-    """Whether this thread is in autocast. During an operation, torch itself says that it is not."""
-    torch.autocast_increment_nesting()
-    return bool(torch.autocast_decrement_nesting() > 0)
 
 
 def _is_away(param: torch.Tensor) -> bool:
