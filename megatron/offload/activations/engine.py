@@ -65,8 +65,7 @@ class OffloadEngine:
         rank: global rank, for error messages.
         hooks: `pack` and `unpack` for single tensors; layers and contexts use them.
         writer: the way out, `reader`: the way back, `dispatcher`: its thread starts both.
-        other_devices: bytes that the last step saved on devices other than this engine's; they
-            stay.
+        other_devices: bytes that the last step saved on other devices than this; they stay.
         cache: knows which saved tensors are the same bytes, and which never move.
         tensor_swapper: moves what waits between two units of layers; None: that stays in memory.
         memory_report: writes what peaks are made of; None: the settings ask for no report.

@@ -207,7 +207,7 @@ class SavedTensorHooks:
             return storage, span, record, None
         if span is not None:
             num_bytes = span.num_bytes
-        elif batch is not None and (self.recipes is not None or self._codec):
+        elif batch is not None and (self.recipes is not None or self._codec is not None):
             recipe = self._find_recipe(tensor, storage, batch)
             if recipe is not None:
                 return storage, None, None, recipe

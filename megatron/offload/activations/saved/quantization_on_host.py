@@ -28,8 +28,6 @@ _NAN = 0x7FC0  # of bfloat16
 _LARGEST_8, _LARGEST_4 = numpy.float32(127), numpy.float32(7)
 _FIRST_FACTOR, _SECOND_FACTOR = numpy.uint32(FIRST_FACTOR), numpy.uint32(SECOND_FACTOR)
 _UNIT = numpy.float32(2.0**-24)
-
-
 _FACTORS, _KEYS = (
     of_places(torch.device("cpu")).numpy().view(numpy.uint32)
     for of_places in (factors_of_places, keys_of_places)
@@ -71,7 +69,7 @@ def _rounded(bits: Any) -> Any:
 
 @_compiled
 def _mixed(bits: Any) -> Any:
-    """As in `quantization.py`, without a sign."""
+    """As in `rounding_noise.py`, without a sign."""
     bits = numpy.uint32((bits ^ (bits >> numpy.uint32(16))) * _FIRST_FACTOR)
     bits = numpy.uint32((bits ^ (bits >> numpy.uint32(13))) * _SECOND_FACTOR)
     return numpy.uint32(bits ^ (bits >> numpy.uint32(16)))
@@ -174,6 +172,7 @@ def _decode_8(multiples: Any, scales: Any, out: Any) -> None:
                 out[start + i] = _rounded(group_bits[i])
 
 
+# Its end is that of `_decode_8`, written out: numba makes slower code of a function for both.
 @_compiled
 def _decode_4(multiples: Any, scales: Any, out: Any) -> None:
     is_wide = out.itemsize == 4
