@@ -27,6 +27,7 @@ from megatron.offload.commands.rok.strategy import (
 from megatron.offload.commands.rok.text import verdict_table
 from megatron.offload.commands.rok.verdict import Verdict, verdicts_of
 from megatron.offload.commands.training_runs.run import Run
+from megatron.offload.commands.training_runs.trainer import read_metrics
 from megatron.offload.machine.memory_limit import MemoryLimit
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.sizes import MIB
@@ -248,7 +249,7 @@ def test_the_middle_budgets_last_profile_predicts_all_budgets(
     assert rok(tmp_path, "--strategies", "off,recompute,auto", "--budgets", "3") == 0
     middle = 26 * MIB
     folder = tmp_path / "out" / "trainings" / f"round1-mb1-auto-{middle}@offload"
-    num_steps = len((folder / "metrics.jsonl").read_text().splitlines())
+    num_steps = len(read_metrics(folder / "metrics.jsonl"))
     assert used[1].sizes == {"budget": middle, "steps": num_steps}
 
 
