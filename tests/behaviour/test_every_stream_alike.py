@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One table of promises, and each of them asked of activations, states, parameters and gradients.
+"""One table of promises, and each of them asked of all streams of bytes.
 
 A promise is a test with `@promise`. The table in docs/architecture.md is made of them: run this
 file as a program to print it.
@@ -39,6 +39,7 @@ from megatron.offload.tiers.file import UnlinkedFile
 from megatron.offload.tiers.ssd import SsdTier
 from tests.support.streams import (
     ACTIVATIONS,
+    FROZEN,
     GRADIENTS,
     LAYERS,
     PARAMETERS,
@@ -176,7 +177,7 @@ def test_where_the_host_refuses_memory_the_disk_is_not_blamed(
     try:
         training.train(1)
     except torch.OutOfMemoryError:
-        assert stream in (STATES, GRADIENTS)  # other streams take no new pages
+        assert stream in (STATES, GRADIENTS, FROZEN)  # other streams take no new pages
     else:
         assert_same(training.outcome(), without_offload(stream, 0, 1))
     assert "disk" not in caplog.text
@@ -196,6 +197,8 @@ def test_a_failed_write_changes_no_bit(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    if stream == FROZEN:  # written once, when it is offloaded
+        faults.fail("write", number=errno.EIO)
     training = opened(stream, tmp_path).train(0)
     faults.fail("write", number=errno.EIO)
     training.train(1, 2)
@@ -219,6 +222,8 @@ def test_a_full_disk_is_not_a_broken_one(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    if stream == FROZEN:  # written once, when it is offloaded
+        faults.fail("write", number=errno.ENOSPC)
     training = opened(stream, tmp_path).train(0)
     training.settle()
     faults.fail("write", number=errno.ENOSPC)
@@ -677,8 +682,11 @@ def test_the_timeline_has_its_tracks(
         activations.close()
     events = json.loads(path.read_text())
     tracks = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    name = "ssd" if stream == ACTIVATIONS else stream
-    assert {f"write {name}", f"read {name}"} <= {re.sub(r" \(\d+\)$", "", one) for one in tracks}
+    name = {ACTIVATIONS: "ssd", FROZEN: PARAMETERS}.get(stream, stream)
+    expected = {f"write {name}", f"read {name}"}
+    if stream == FROZEN:
+        expected.discard(f"write {name}")  # written before the timeline begins
+    assert expected <= {re.sub(r" \(\d+\)$", "", one) for one in tracks}
 
 
 # -- Budgets ------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from megatron.offload.errors import OffloadError
 from tests.support.nth_fault import ALLOCATION, KINDS, READ, WRITE, NthFault
 from tests.support.streams import (
     ACTIVATIONS,
+    FROZEN,
     GRADIENTS,
     STREAMS,
     Training,
@@ -55,7 +56,8 @@ def watchdog() -> Iterator[Watchdog]:
 
 def checkpoint_of(stream: str) -> dict[str, Any]:
     """Of the same training, in memory, behind its first step."""
-    return Training(stream if stream == GRADIENTS else ACTIVATIONS, None).train(0).checkpoint()
+    kind = stream if stream in (GRADIENTS, FROZEN) else ACTIVATIONS
+    return Training(kind, None).train(0).checkpoint()
 
 
 class Round:

@@ -22,6 +22,7 @@ from megatron.offload.sizes import MIB
 from megatron.offload.tiers.drive import Drive
 from tests.support.accelerators import Lag
 from tests.support.beneath import beneath
+from tests.support.frozen import round_matrices
 from tests.support.lag.module import LagModule
 from tests.support.training import Stack, moving
 
@@ -102,6 +103,37 @@ def test_all_bits_are_the_same_with_all_that_moves(
 ) -> None:
     moves = ("parameters", "states", "activations")
     assert_equal(train(lag, tmp_path, *moves, units=units, live_units=3), expected)
+
+
+def train_frozen(lag: LagModule, directory: Path | None, codec: str | None) -> list[torch.Tensor]:
+    """Losses and weights, in host memory; the layers are frozen. Without a codec: in memory."""
+    model = Stack(HIDDEN, LAYERS)
+    model.layers.requires_grad_(False)
+    if codec is None:
+        round_matrices(model.layers, "nf4")
+    model.to(DEVICE)
+    optimizer, found = torch.optim.SGD(model.first.parameters(), lr=0.1), []
+    settings = {"mode": "off"} if codec is None else {"codec": codec}
+    with offload_parameters(model, directory, **settings):
+        for number in range(2 * STEPS):
+            lag.set_delays(*DELAYS[number % STEPS], seed=number)
+            loss = model(micro_batches(number)[0])
+            loss.backward()
+            found.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        found += [one.cpu().clone() for one in model.state_dict().values()]
+    lag.reset()
+    found += [one.detach().cpu() for one in model.parameters()]
+    return [one.cpu() for one in found]
+
+
+@pytest.mark.parametrize("mode", ["ssd", "host"])
+def test_frozen_layers_in_few_bits_are_those_of_a_model_rounded_in_memory(
+    lag: LagModule, mode: str, tmp_path: Path
+) -> None:
+    expected = train_frozen(lag, tmp_path, None)
+    assert_equal(train_frozen(lag, tmp_path if mode == "ssd" else None, "nf4"), expected)
 
 
 class Wide:

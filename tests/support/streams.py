@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One small training for each stream of bytes, and faults for what its tier reads and writes.
 
-`test_every_stream_alike.py` asks all four streams the same questions: a `Training` has the same
+`test_every_stream_alike.py` asks all streams the same questions: a `Training` has the same
 methods for each, and is compared bit by bit with the same training without offload.
 """
 
@@ -27,14 +27,17 @@ from megatron.offload.tiers.file import UnlinkedFile
 from megatron.offload.tiers.ssd import SsdTier
 from megatron.offload.tiers.tier import Tier
 from megatron.offload.tiers.tiered import TieredTier
+from tests.support.frozen import round_matrices
 from tests.support.waiting import SOON_S
 
-ACTIVATIONS, STATES, PARAMETERS, GRADIENTS = STREAMS = (
+ACTIVATIONS, STATES, PARAMETERS, GRADIENTS, FROZEN = STREAMS = (
     "activations",
     "optimizer states",
     "parameters",
     "gradients",
+    "frozen weights",  # in 8 bits
 )
+_CODEC = "int8"
 HIDDEN, LAYERS, MICRO_BATCHES = 64, 4, 2
 
 
@@ -85,7 +88,11 @@ class Training:
         torch.manual_seed(seed)
         self.stream = stream
         self.model = Net()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        if stream == FROZEN:
+            self.model.blocks.requires_grad_(False)
+            round_matrices(self.model.blocks, _CODEC)
+        trained = [one for one in self.model.parameters() if one.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-2)
         self.losses: list[torch.Tensor] = []
         self.handle: Any = None
         self._layer_major: LayerMajor | None = None
@@ -102,6 +109,8 @@ class Training:
             return offload_optimizer(self.optimizer, directory, **(small | settings))
         if self.stream == PARAMETERS:
             return offload_parameters(self.model, directory, **settings)
+        if self.stream == FROZEN:
+            return offload_parameters(self.model, directory, **({"codec": _CODEC} | settings))
         # All units live, so that behind the first step gradients move alone.
         alone = {"gradients": "on", "live_units": LAYERS}
         return offload_parameters(self.model, directory, **(alone | settings))
@@ -198,16 +207,13 @@ class Training:
 
 
 @functools.cache
-def _without_offload(
-    in_units: bool, numbers: tuple[int, ...], seed: int
-) -> dict[str, torch.Tensor]:
-    stream = GRADIENTS if in_units else ACTIVATIONS
+def _without_offload(stream: str, numbers: tuple[int, ...], seed: int) -> dict[str, torch.Tensor]:
     return Training(stream, None, seed=seed).train(*numbers).outcome()
 
 
 def without_offload(stream: str, *numbers: int, seed: int = 0) -> dict[str, torch.Tensor]:
     """What the same steps give with everything in memory."""
-    return _without_offload(stream == GRADIENTS, numbers, seed)
+    return _without_offload(stream if stream in (GRADIENTS, FROZEN) else ACTIVATIONS, numbers, seed)
 
 
 def assert_same(

@@ -80,7 +80,7 @@ class OnlyCopy:
         with self._ended:
             self._ended.notify_all()
         if (tracer := Tracer.current()) is not None:
-            tracer.moved(direction, self._stream, self._name(one), transfer, one.num_bytes)
+            tracer.moved(direction, self._stream, self._name(one), transfer, one.moved_bytes)
 
     # -- To a tier --------------------------------------------------------------------------------
 

@@ -81,6 +81,11 @@ class MovingStorage:
         return 0 if self.where in (Where.NOWHERE, Where.ON_TIER) else self.num_bytes
 
     @property
+    def moved_bytes(self) -> int:
+        """Bytes that a write or a read of them moves."""
+        return self.num_bytes
+
+    @property
     def tier(self) -> Tier | None:
         """The tier with the bytes, or that they are being written to; None: they are in memory."""
         with self._lock:
@@ -114,8 +119,8 @@ class MovingStorage:
             tier: to write to.
             after: an event of the device; after it the memory has the bytes.
         """
-        assert self.where is Where.IN_MEMORY and self.storage is not None, self.where
-        started = tier.begin_write(self.storage, after)
+        assert self.where is Where.IN_MEMORY, self.where
+        started = tier.begin_write(*self._to_write(after))
         if started is None:
             return False
         block, transfer = started
@@ -124,6 +129,11 @@ class MovingStorage:
             self.where, self.block, self._transfer = Where.WRITING, block, transfer
         self.watch()
         return True
+
+    def _to_write(self, after: Any) -> tuple[torch.UntypedStorage, Any]:
+        """What a tier gets, and the event after which it is there."""
+        assert self.storage is not None
+        return self.storage, after
 
     def let_go(self) -> None:
         """Releases the memory of bytes that are on the tier; no operation on it is queued."""
@@ -194,6 +204,12 @@ class MovingStorage:
         """Starts to read the bytes back, if they are on a tier."""
         if self.where is not Where.ON_TIER:
             return
+        transfer = self._begin_read()
+        self._is_watched = False
+        self._transfer, self.where = transfer, Where.READING
+        self.watch()
+
+    def _begin_read(self) -> Transfer:
         assert self._memory is not None
         into = self._memory.for_read()
         try:
@@ -201,10 +217,15 @@ class MovingStorage:
         except BaseException:
             self._memory.release()
             raise
-        self._is_watched = False
         self._memory.took(storage)
-        self._transfer, self.where = transfer, Where.READING
-        self.watch()
+        return transfer
+
+    def _arrived(self, events: Sequence[Any]) -> Sequence[Any]:
+        """What was read is there after these events; the bytes after those that it returns.
+
+        Called again after an error.
+        """
+        return events
 
     @property
     def is_arriving(self) -> bool:
@@ -227,9 +248,10 @@ class MovingStorage:
                 if transfer.done():  # else Ctrl-C has ended the wait, and the read goes on
                     self._forget_read(transfer)
                 raise
+            events = self._arrived(transfer.events or ())
             with self._lock:
                 if self._transfer is transfer:
-                    self._events = transfer.events or ()
+                    self._events = events
                     block = self.block if self.keeps_block else None
                     self._transfer, self.where, self.block = None, Where.IN_MEMORY, block
             self.begin_read()  # only if another thread has given up the read

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from megatron.offload.errors import PARAMETERS_PREFIX, ConfigurationError
 from megatron.offload.flag import flag
+from megatron.offload.parameters.weight_codec import CODECS
 from megatron.offload.tier_settings import TierSettings, io_flag, tier_flag
 from megatron.offload.values import parse_count
 
@@ -43,6 +44,15 @@ class ParametersConfig(TierSettings):
         "its parameters when its backward pass has run for all micro-batches, and read for the "
         "optimizer's step; with Megatron give --overlap-grad-reduce too. off: they stay in memory.",
         choices=("off", "on"),
+    )
+    codec: str = flag(
+        "--parameter-codec",
+        "off",
+        "off: frozen parameters move as they are. int8: in units of layers that are frozen as a "
+        "whole, matrices are rounded once, to 8 bits a value, and move as that; layers compute "
+        "with the rounded values, in the type that the weights have. nf4: the same in 4 bits. For "
+        "adapters (LoRA) on a model that is larger than memory.",
+        choices=("off", *CODECS),
     )
     directories: tuple[Path, ...] = tier_flag(
         "--parameter-offload-dir",
@@ -86,6 +96,11 @@ class ParametersConfig(TierSettings):
             raise ConfigurationError(
                 f"{self.prefix}--gradient-offload on needs a place for gradients, which is where "
                 "parameters wait; give --parameter-offload"
+            )
+        if self.codec != "off" and not self.enabled:
+            raise ConfigurationError(
+                f"{self.prefix}--parameter-codec {self.codec} is for parameters that wait on a "
+                "tier; give --parameter-offload"
             )
         if self.live_units < 2:
             raise ConfigurationError(

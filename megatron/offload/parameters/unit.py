@@ -80,6 +80,9 @@ class ParameterUnit(MovingStorage):
         self._take_memory([param.detach() for param in self.params])
         self._places.attach()
 
+    def check(self) -> None:
+        """Raises OffloadError if a layer or an optimizer may not use the parameters any more."""
+
     def put_away(self, copies: OnlyCopy) -> bool:
         """Frees the memory once a tier has the bytes; False: no tier has room for them."""
         self.give_up_read()
@@ -173,7 +176,7 @@ class ParameterUnit(MovingStorage):
                     "on a tier, by code that bypasses Python's dispatch, so the parameter was not "
                     "read first and the change is lost; call expose() of the handle before"
                 )
-            self.block = None
+            self.note_change()
 
     def adopt(self) -> None:
         """Takes over the values that the parameters hold now, in whatever memory these are.

@@ -29,9 +29,12 @@ from megatron.offload.machine.own_process import OwnProcess
 from megatron.offload.moving.only_copy import OnlyCopy
 from megatron.offload.moving.order import live_units
 from megatron.offload.moving.storage import Where
+from megatron.offload.parameters.encoded_unit import EncodedUnit
 from megatron.offload.parameters.gradients import Gradients
 from megatron.offload.parameters.parameter_places import Part
 from megatron.offload.parameters.unit import ParameterUnit
+from megatron.offload.parameters.unit_encoding import moves_encoded
+from megatron.offload.parameters.weight_codec import WeightCodec
 from megatron.offload.tiers.tier import Tier, close_when_dropped
 from megatron.offload.tiers.transfer import TRANSFER_ERRORS
 
@@ -43,6 +46,7 @@ class ParameterWindow:
         tiers: where units go; a unit goes to the first that has room. `close` closes them.
         device: where layers compute.
         live_units: units in memory at a time.
+        codec: of units whose parameters are all frozen; None: they move as they are.
 
     Attributes:
         device: where layers compute.
@@ -55,7 +59,13 @@ class ParameterWindow:
             ended the gathering.
     """
 
-    def __init__(self, tiers: Sequence[Tier], device: Device, live_units: int) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        device: Device,
+        live_units: int,
+        codec: WeightCodec | None = None,
+    ) -> None:
         self.tiers = list(tiers)
         self.units: list[ParameterUnit] = []
         self.copies = OnlyCopy(PARAMETERS_PREFIX, tiers, device, self.units, lambda unit: unit.name)
@@ -65,6 +75,7 @@ class ParameterWindow:
         self._process = OwnProcess(PARAMETERS_PREFIX)
         self.device = device
         self.live_units = live_units
+        self._codec = codec
         self._used = 0  # number of the unit that was used last
         # Numbers of units, by the identity of their parameters and of parts of these.
         self._numbers: dict[int, int] = {}
@@ -87,7 +98,11 @@ class ParameterWindow:
         """
         number = len(self.units)
         touched = functools.partial(self.show, number)
-        unit = ParameterUnit(name, params, self.device, parts, touched, self.copies.ended)
+        of_unit = name, params, self.device, parts, touched, self.copies.ended
+        if self._codec is not None and moves_encoded(params):
+            unit: ParameterUnit = EncodedUnit(*of_unit, codec=self._codec)
+        else:
+            unit = ParameterUnit(*of_unit)
         self.units.append(unit)
         self._numbers |= {id(param): number for param in params}
         self._numbers |= (
@@ -118,6 +133,7 @@ class ParameterWindow:
         )
         self._process.check()
         unit = self.units[number]
+        unit.check()
         here = (number, direction) == (self._used, self._direction)
         if here and unit.where is Where.IN_MEMORY and not self._shown:
             self._bring(unit)  # attaches them, and this thread may be on another stream
@@ -193,6 +209,7 @@ class ParameterWindow:
                 self.use(number, -1 if number < self._used else 1)
         self.conceal()
         for number in numbers:
+            self.units[number].check()
             self._bring(self.units[number])
             self.units[number].note_change()  # before the update, which may raise at any point
         self.copies.note_peak()
@@ -336,6 +353,11 @@ class ParameterWindow:
     def num_bytes(self) -> int:
         """Bytes of all these parameters."""
         return self.copies.num_bytes
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of them as they move."""
+        return sum(unit.moved_bytes for unit in self.units)
 
     def close(self, *, restore: bool = True) -> None:
         """Ends the offload and closes the tiers.

@@ -31,6 +31,8 @@ from megatron.offload.parameters.gradients import Gradients
 from megatron.offload.parameters.open import open_parameter_tiers
 from megatron.offload.parameters.parameter_places import Part
 from megatron.offload.parameters.unit import can_take_place
+from megatron.offload.parameters.unit_encoding import encoded_bytes, moves_encoded
+from megatron.offload.parameters.weight_codec import CODECS
 from megatron.offload.parameters.window import ParameterWindow
 from megatron.offload.sizes import format_size
 
@@ -69,18 +71,25 @@ class ParameterOffload:
         check_not_graphed(layers)
         units = _params_of(layers, staying)
         computes_on = open_device(_device_of(units, device))
+        codec = CODECS.get(config.codec)
         sizes = [sum(param.nbytes for param in params) for params in units]
+        moved = sizes if codec is None else [encoded_bytes(params, codec) for params in units]
+        if codec is not None and not any(map(moves_encoded, units)):
+            raise _refusal(
+                f"--parameter-codec {codec.name} is for layers whose matrices are all frozen, and "
+                "none is; freeze the base model (requires_grad_(False), or LoRA), or leave it off"
+            )
         gradient_sizes: list[int] = []
         if config.offloads_gradients:
             gradient_sizes = sizes if gradient_bytes is None else [gradient_bytes]
         tiers = open_parameter_tiers(
             config,
             computes_on,
-            num_bytes=_with_pages(sizes) + _with_pages(gradient_sizes),
-            largest_bytes=max(sizes) + _SLACK,
+            num_bytes=_with_pages(moved) + _with_pages(gradient_sizes),
+            largest_bytes=max(moved) + _SLACK,
             num_local_ranks=local_world_size(),
         )
-        self.window = window = ParameterWindow(tiers, computes_on, config.live_units)
+        self.window = window = ParameterWindow(tiers, computes_on, config.live_units, codec)
         OPEN.parameters.add(window)
         try:
             for number, params in enumerate(units):
@@ -110,6 +119,7 @@ class ParameterOffload:
         every = [tier.statistics for tier in self.window.tiers]
         return {
             "parameter_bytes": self.window.num_bytes,
+            "moved_bytes": self.window.moved_bytes,
             "memory_bytes": self.window.memory_bytes,
             "peak_bytes": self.window.copies.peak_bytes,
             "read_bytes": sum(one.reads.total_bytes for one in every),
@@ -138,8 +148,11 @@ class ParameterOffload:
             peak_bytes = int(found["gradient_peak_bytes"])
             gradients = f", and {format_size(peak_bytes)} of their gradients"
             waited += f", for gradients {found['gradient_stall_s']:.3f} s"
+        encoded = ""
+        if self.window.moved_bytes < self.window.num_bytes:
+            encoded = f", encoded to {format_size(self.window.moved_bytes)},"
         return (
-            f"parameters: {format_size(int(found['parameter_bytes']))} of layers on "
+            f"parameters: {format_size(int(found['parameter_bytes']))} of layers{encoded} on "
             f"{', '.join(map(str, self.window.tiers))}, at most "
             f"{format_size(int(found['peak_bytes']))} of them in memory{gradients}; read "
             f"{format_size(int(found['read_bytes']))}, written "
@@ -304,8 +317,29 @@ def offload_parameters(
     with ParametersConfig.speaking_of_settings():
         config = ParametersConfig.of_door(directory, mode, settings).resolved()
         found = list(find_layers((model,), layers))
-        staying = set(params_outside(model, found))
-        return ParameterOffload(units_of(found, units), config, device, staying=staying)
+        unit_of_layer = units_of(found, units)
+        staying = set(params_outside(model, found)) | _adapters(unit_of_layer)
+        return ParameterOffload(unit_of_layer, config, device, staying=staying)
+
+
+_ADAPTER_PART = 1 / 16  # of the bytes of a unit's frozen parameters
+
+
+def _adapters(layers: Mapping[torch.nn.Module, int]) -> set[torch.nn.Parameter]:
+    """The few trained parameters of units that are frozen but for them (LoRA): they stay.
+
+    With them the whole unit would be written after each step of the optimizer.
+    """
+    units: dict[int, set[torch.nn.Parameter]] = {}
+    for layer, number in layers.items():
+        units.setdefault(number, set()).update(layer.parameters())
+    adapters: set[torch.nn.Parameter] = set()
+    for params in units.values():
+        trained = {one for one in params if one.requires_grad}
+        num_bytes = sum(one.nbytes for one in trained)
+        if num_bytes <= _ADAPTER_PART * sum(one.nbytes for one in params - trained):
+            adapters |= trained
+    return adapters
 
 
 def _of_parameters(window: ParameterWindow) -> Gradients:
