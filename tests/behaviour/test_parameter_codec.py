@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,47 @@ def test_a_saved_model_does_not_come_to_memory(tmp_path: Path) -> None:
         train(model, 1)
         # Holders keep the values that they have seen.
         assert torch.equal(saved["layers.0.up.weight"], in_memory.layers[0].up.weight)
+
+
+@pytest.mark.parametrize("mode", ["ssd", "host"])
+def test_a_model_that_is_saved_often_is_written_once(tmp_path: Path, mode: str) -> None:
+    in_memory = rounded(Model(), "int8")
+    model = Model()
+    directory = None if mode == "host" else tmp_path
+    with offload_parameters(model, directory, mode=mode, codec="int8") as offloaded:
+        assert offloaded.window is not None
+        written, used = [], []
+        for _ in range(5):
+            assert_same_weights(model, in_memory)
+            written.append(offloaded.statistics["written_bytes"])
+            model(batches(0, torch.float32)[0])
+            used.append(sum(tier.used_bytes for tier in offloaded.window.tiers))
+        if mode == "ssd":
+            # Those in memory are shown from there, and leave like changed ones.
+            unit = shown(offloaded)[0]
+            live_bytes = 2 * (unit.num_bytes + unit.moved_bytes)
+            assert all(after - before <= live_bytes for before, after in pairwise(written))
+        else:
+            assert max(used) <= offloaded.statistics["moved_bytes"]
+        with torch.no_grad():
+            for layer, other in zip(model.layers, in_memory.layers, strict=True):
+                for one in (layer, other):
+                    one.up.weight.mul_(2)  # to which nothing has to be rounded
+        assert_same_weights(model, in_memory)
+
+
+def test_a_copy_that_was_changed_behind_is_not_shown_again(tmp_path: Path) -> None:
+    in_memory = rounded(Model(), "int8")
+    model = Model()
+    with offload_parameters(model, tmp_path, codec="int8"):
+        held = model.state_dict()
+        model(batches(0, torch.float32)[0])
+        for name, one in held.items():
+            if name.endswith("up.weight"):
+                one.data.fill_(7)  # of no parameter by now
+        for _ in range(2):
+            assert_same_weights(model, in_memory)
+            model(batches(0, torch.float32)[0])
 
 
 def test_a_saved_model_that_is_loaded_again_is_not_rounded_again(

@@ -10,8 +10,9 @@ rounded as well, with a warning.
 
 Note [Shown from a copy]
 Other code sees the parameters of a unit on a tier without bringing them to memory: the tier maps
-its block. Encoded bytes are no tensor's, so the unit writes its values beside them, as they are,
-for as long as they are shown.
+its block. Encoded bytes are no tensor's, so the unit writes its values beside them, as they are.
+On a drive the copy stays until the values change: a script that saves its adapters every few steps
+asks for the whole model each time, and writes it once.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ import torch
 
 from megatron.offload.device.device import Device
 from megatron.offload.errors import PARAMETERS_PREFIX, OffloadError
-from megatron.offload.moving.only_copy import OnlyCopy
 from megatron.offload.moving.storage import Ended, Where
 from megatron.offload.parameters.parameter_places import Part
 from megatron.offload.parameters.unit import ParameterUnit
 from megatron.offload.parameters.unit_encoding import UnitEncoding
 from megatron.offload.parameters.weight_codec import WeightCodec
 from megatron.offload.tiers.mapped import own_pages
+from megatron.offload.tiers.ssd import SsdTier
 from megatron.offload.tiers.transfer import Transfer
 
 logger = logging.getLogger(__name__)
@@ -81,14 +82,10 @@ class EncodedUnit(ParameterUnit):
         """Bytes that a write or a read of the unit moves."""
         return self.encoding.num_bytes
 
-    def put_away(self, copies: OnlyCopy) -> bool:
-        """Frees the memory once a tier has the bytes; False: no tier has room for them."""
-        self._shown = None
-        return super().put_away(copies)
-
     def note_change(self) -> None:
         """Other code has changed the parameters: rounds them."""
         super().note_change()
+        self._shown = None
         if self._round():
             self._warn_of_rounding()
 
@@ -198,7 +195,11 @@ class EncodedUnit(ParameterUnit):
         """
         if self.where is Where.ON_TIER:
             assert self._shown is not None
-            shown: torch.UntypedStorage = self._shown.tier.view(self._shown)
+            try:
+                shown: torch.UntypedStorage = self._shown.tier.view(self._shown)
+            except BaseException:  # the copy is lost, and the encoded bytes are not
+                self._shown = None
+                raise
             return shown
         return super().view()
 
@@ -229,9 +230,10 @@ class EncodedUnit(ParameterUnit):
                 raise OSError(errno.ENOSPC, "no tier has room for what was changed")
             block, transfer = started
             transfer.wait()
-            self.block = block
+            self.block, self._shown = block, None
             self._warn_of_rounding()
-        self._shown = None
+        elif not isinstance(self._shown.tier, SsdTier):  # memory is for what computes
+            self._shown = None
 
     @torch.inference_mode(False)  # as in `ParameterUnit`
     def _take_memory(self, values: Sequence[torch.Tensor]) -> None:

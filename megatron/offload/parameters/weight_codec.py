@@ -84,7 +84,8 @@ class WeightCodec:
         """
         scales, levels = self._parts(encoded, len(out), out.dtype)
         if (kernels := _kernels_for(out)) is not None:
-            kernels.decode(levels, scales, out, _table(self.bits, out.device), self.group)
+            pairs = _table(4, out.device) if self.bits == 4 else None
+            kernels.decode(levels, scales, out, pairs, self.group)
             return
         table = _table(self.bits, out.device)
         for start in range(0, len(out), chunk := _chunk_of(out)):

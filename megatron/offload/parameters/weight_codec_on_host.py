@@ -43,7 +43,11 @@ def encode(
 
 
 def decode(
-    levels: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, table: torch.Tensor, group: int
+    levels: torch.Tensor,
+    scales: torch.Tensor,
+    out: torch.Tensor,
+    pairs: torch.Tensor | None,
+    group: int,
 ) -> None:
     """Writes values, float32 or bfloat16, in host memory.
 
@@ -51,13 +55,16 @@ def decode(
         levels: their numbers, uint8.
         scales: of the type of the values.
         out: shape [N].
-        table: the levels of each byte, shape [256, values of a byte].
+        pairs: the two levels of each byte, shape [256, 2]; None: a byte has one of 255 levels,
+            which are evenly spaced.
         group: values that share a scale.
     """
     kind = _INTEGERS[out.element_size()]
-    flat = table.view(-1).numpy()
-    integers = scales.view(kind).numpy(), out.view(kind).numpy()
-    (_decode_1 if table.shape[1] == 1 else _decode_2)(levels.numpy(), *integers, flat, group)
+    integers = levels.numpy(), scales.view(kind).numpy(), out.view(kind).numpy()
+    if pairs is None:
+        _decode_1(*integers, group)
+    else:
+        _decode_2(*integers, pairs.numpy(), group)
 
 
 def _compiled(function: Any) -> Any:
@@ -138,7 +145,7 @@ def _encode_2(values: Any, levels: Any, scales: Any, between: Any, size: Any) ->
 
 
 @_compiled
-def _decode_1(levels: Any, scales: Any, out: Any, table: Any, size: Any) -> None:
+def _decode_1(levels: Any, scales: Any, out: Any, size: Any) -> None:
     is_wide = out.itemsize == 4
     shift = numpy.uint32(0 if is_wide else 16)
     group = numpy.empty(size, numpy.float32)
@@ -151,7 +158,8 @@ def _decode_1(levels: Any, scales: Any, out: Any, table: Any, size: Any) -> None
         one_bits[0] = numpy.uint32(scales[place]) << shift
         scale = one[0]
         for i in range(length):
-            group[i] = table[levels[start + i]] * scale
+            part = numpy.float32(numpy.int8(levels[start + i])) / numpy.float32(127)
+            group[i] = part * scale
         if is_wide:
             for i in range(length):
                 out[start + i] = group_bits[i]
@@ -162,7 +170,7 @@ def _decode_1(levels: Any, scales: Any, out: Any, table: Any, size: Any) -> None
 
 # The rest is that of `_decode_1`, written out: numba makes slower code of a function for both.
 @_compiled
-def _decode_2(levels: Any, scales: Any, out: Any, table: Any, size: Any) -> None:
+def _decode_2(levels: Any, scales: Any, out: Any, pairs: Any, size: Any) -> None:
     is_wide = out.itemsize == 4
     shift = numpy.uint32(0 if is_wide else 16)
     group = numpy.empty(size, numpy.float32)
@@ -175,9 +183,9 @@ def _decode_2(levels: Any, scales: Any, out: Any, table: Any, size: Any) -> None
         one_bits[0] = numpy.uint32(scales[place]) << shift
         scale = one[0]
         for i in range((length + 1) // 2):
-            byte = 2 * numpy.int64(levels[start // 2 + i])
-            group[2 * i] = table[byte] * scale
-            group[2 * i + 1] = table[byte + 1] * scale
+            byte = levels[start // 2 + i]
+            group[2 * i] = pairs[byte, 0] * scale
+            group[2 * i + 1] = pairs[byte, 1] * scale
         if is_wide:
             for i in range(length):
                 out[start + i] = group_bits[i]

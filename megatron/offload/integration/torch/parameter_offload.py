@@ -25,6 +25,7 @@ from megatron.offload.integration.torch.optimizer_steps import OptimizerSteps
 from megatron.offload.integration.torch.passes import computed_in, tensors_in
 from megatron.offload.integration.torch.ranks import local_world_size
 from megatron.offload.integration.torch.refusals import check_not_graphed
+from megatron.offload.integration.torch.saved_weights import SavedWeights
 from megatron.offload.layer_major.units import units_of
 from megatron.offload.parameters.config import ParametersConfig
 from megatron.offload.parameters.gradients import Gradients
@@ -35,6 +36,7 @@ from megatron.offload.parameters.unit_encoding import encoded_bytes, moves_encod
 from megatron.offload.parameters.weight_codec import CODECS
 from megatron.offload.parameters.window import ParameterWindow
 from megatron.offload.sizes import format_size
+from megatron.offload.values import parse_path
 
 
 class ParameterOffload:
@@ -49,6 +51,7 @@ class ParameterOffload:
             these parameters.
         gradient_bytes: of all of them.
         staying: parameters that are in no unit, though a layer has them.
+        fill: gives parameters of a unit their memory, before it leaves; None: they have it.
 
     Raises:
         ConfigurationError: a parameter cannot move, or the tiers cannot be opened.
@@ -63,13 +66,14 @@ class ParameterOffload:
         gradients: Callable[[ParameterWindow], Gradients] | None = None,
         gradient_bytes: int | None = None,
         staying: Set[torch.nn.Parameter] = frozenset(),
+        fill: Callable[[Sequence[torch.nn.Parameter]], None] | None = None,
     ) -> None:
         self.window: ParameterWindow | None = None
         self._undo: list[Callable[[], None]] = []
         if not config.enabled:
             return
         check_not_graphed(layers)
-        units = _params_of(layers, staying)
+        units = _params_of(layers, staying, is_filled=fill is not None)
         computes_on = open_device(_device_of(units, device))
         codec = CODECS.get(config.codec)
         sizes = [sum(param.nbytes for param in params) for params in units]
@@ -93,11 +97,13 @@ class ParameterOffload:
         OPEN.parameters.add(window)
         try:
             for number, params in enumerate(units):
+                if fill is not None:
+                    fill(params)
                 window.add(f"unit {number + 1} of {len(units)}", params, parts)
             if config.offloads_gradients:
                 window.gradients = (gradients or _of_parameters)(window)
         except BaseException:
-            window.close()
+            window.close(restore=fill is None)  # else a model that may not fit into memory
             raise
         end_of_backward = _EndOfBackward(window.set_aside)
         steps = OptimizerSteps(window)
@@ -284,6 +290,7 @@ def offload_parameters(
     layers: Iterable[str | type[torch.nn.Module]] | None = None,
     mode: str | None = None,
     device: torch.device | str | None = None,
+    weights: str | os.PathLike[str] | None = None,
     **settings: Any,
 ) -> ParameterOffload:
     """Keeps the parameters of a model's layers on SSDs or in host memory while others compute.
@@ -304,6 +311,8 @@ def offload_parameters(
         device: where layers compute. Default: where they are. A model that does not fit on an
             accelerator is made on the CPU: `offload_parameters(model, ..., device="cuda")`, then
             `model.to("cuda")`, which moves what is outside of layers.
+        weights: a folder with the safetensors files of a saved model, for a model that was made
+            without memory (`accelerate.init_empty_weights()`): it is filled unit by unit.
         settings: any other field of `ParametersConfig` by its name: `live_units=3`;
             `gradients="on"`: with `LayerMajor`, those of these layers wait there too.
 
@@ -312,14 +321,20 @@ def offload_parameters(
         a context manager.
 
     Raises:
-        ConfigurationError: the directory, a setting or the model cannot work; says why.
+        ConfigurationError: the directory, a setting, the model or its files cannot work; says why.
+        OSError: a file of `weights` cannot be read.
     """
     with ParametersConfig.speaking_of_settings():
         config = ParametersConfig.of_door(directory, mode, settings).resolved()
         found = list(find_layers((model,), layers))
         unit_of_layer = units_of(found, units)
         staying = set(params_outside(model, found)) | _adapters(unit_of_layer)
-        return ParameterOffload(unit_of_layer, config, device, staying=staying)
+        fill = None
+        if weights is not None:
+            saved = SavedWeights(model, parse_path(weights))
+            fill = saved.fill
+            fill(list(model.parameters()) if not config.enabled else list(staying))
+        return ParameterOffload(unit_of_layer, config, device, staying=staying, fill=fill)
 
 
 _ADAPTER_PART = 1 / 16  # of the bytes of a unit's frozen parameters
@@ -355,9 +370,14 @@ def _with_pages(sizes: Sequence[int]) -> int:
 
 
 def _params_of(
-    layers: Mapping[torch.nn.Module, int], staying: Set[torch.nn.Parameter]
+    layers: Mapping[torch.nn.Module, int], staying: Set[torch.nn.Parameter], *, is_filled: bool
 ) -> list[list[torch.nn.Parameter]]:
     """The parameters of each unit, but for those that stay.
+
+    Args:
+        layers: with their units.
+        staying: in no unit.
+        is_filled: parameters without memory get theirs before they leave.
 
     Raises:
         ConfigurationError: one of them cannot move.
@@ -374,6 +394,11 @@ def _params_of(
                 raise _refusal(f"{name} belongs to layers of two units; give fewer units")
             if type(param) is not torch.nn.Parameter or param.layout is not torch.strided:
                 raise _refusal(f"{name} is a {type(param).__name__}; sharded models keep their own")
+            if param.is_meta and not is_filled:
+                raise _refusal(
+                    f"{name} is on the meta device and has no values; give weights=, the folder of "
+                    "the saved model"
+                )
             if not param.is_floating_point():
                 raise _refusal(f"{name} has type {param.dtype}, which has no NaN")
             units[number][id(param)] = param
@@ -391,7 +416,8 @@ def _device_of(
     Raises:
         ConfigurationError: parameters are on several devices, or cannot come to the one wanted.
     """
-    found = {param.device for params in units for param in params}
+    found = {param.device for params in units for param in params if not param.is_meta}
+    found = found or {torch.device("cpu")}  # all are filled there
     if wanted is None:
         if len(found) > 1:
             places = " and ".join(sorted(map(str, found)))

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A saved model's tensors in safetensors files, read one by one: `WeightFiles`.
+
+The format (github.com/huggingface/safetensors): eight bytes with the length of a JSON header, the
+header, the tensors' bytes. The header gives each tensor's type, shape and range of these bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron.offload.device.device import memory_at
+from megatron.offload.documents import from_json, reading
+from megatron.offload.errors import PARAMETERS_PREFIX, ConfigurationError
+
+_INDEX = "model.safetensors.index.json"
+_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+_LENGTH_BYTES, _MOST_HEADER_BYTES = 8, 100_000_000
+_ADVICE = "give a folder with a model that save_pretrained has written, or a .safetensors file"
+
+
+class SavedTensor(NamedTuple):
+    """Where a tensor is."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int  # of its bytes in the file
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self) -> torch.Tensor:
+        """The tensor, in new memory on the CPU.
+
+        Raises:
+            OSError: it cannot be read, or the file is cut short.
+        """
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        with self.path.open("rb", buffering=0) as file:
+            memory, done = memory_at(tensor.data_ptr(), self.num_bytes), 0
+            while done < self.num_bytes:
+                count = os.preadv(file.fileno(), [memory[done:]], self.start + done)
+                if not count:
+                    raise OSError(f"{self.path} was cut short at byte {self.start + done}")
+                done += count
+        return tensor
+
+
+class WeightFiles:
+    """The tensors of a saved model by their names.
+
+    Args:
+        path: a folder as `save_pretrained` writes it, or a file.
+
+    Raises:
+        ConfigurationError: it is none, or a file there is damaged.
+        OSError: a file cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._tensors: dict[str, SavedTensor] = {}
+        for file in _files(path):
+            self._tensors |= _tensors_of(file)
+
+    def __getitem__(self, name: str) -> SavedTensor:
+        """A tensor; `name` is a parameter's in a model that may be wrapped.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for one in _names_of(name):
+            if one in self._tensors:
+                return self._tensors[one]
+        raise KeyError(name)
+
+
+def _names_of(name: str) -> Iterator[str]:
+    """Names that a parameter may have in a file: without those of peft's wrappers."""
+    yield name
+    yield name.replace("base_model.model.", "", 1).replace(".base_layer.", ".")
+
+
+def _files(path: Path) -> Iterable[Path]:
+    if not path.is_dir():
+        return [path]
+    index = path / _INDEX
+    if index.exists():
+        with reading(f"{PARAMETERS_PREFIX}{index} is no index of safetensors files", _ADVICE):
+            names = set(from_json(index.read_bytes())["weight_map"].values())
+            return [path / name for name in sorted(names)]
+    found = sorted(path.glob("*.safetensors"))
+    if not found:
+        raise ConfigurationError(f"{PARAMETERS_PREFIX}{path} has no *.safetensors; {_ADVICE}")
+    return found
+
+
+def _tensors_of(path: Path) -> dict[str, SavedTensor]:
+    size = path.stat().st_size
+    with (
+        path.open("rb") as file,
+        reading(f"{PARAMETERS_PREFIX}{path} is no safetensors file", _ADVICE),
+    ):
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        if length > min(size - _LENGTH_BYTES, _MOST_HEADER_BYTES):
+            raise ValueError(f"its header would have {length} bytes")
+        header = from_json(file.read(length))
+        start = _LENGTH_BYTES + length
+        return {
+            name: one
+            for name, value in header.items()
+            if name != "__metadata__" and (one := _tensor(path, value, start, size)) is not None
+        }
+
+
+def _tensor(path: Path, value: dict[str, Any], start: int, size: int) -> SavedTensor | None:
+    """What a header says of a tensor; None: it has a type that no layer computes in."""
+    begin, end = value["data_offsets"]
+    dtype = _TYPES.get(value["dtype"])
+    if dtype is None:
+        return None
+    one = SavedTensor(path, dtype, tuple(map(int, value["shape"])), start + begin)
+    if begin < 0 or end - begin != one.num_bytes or start + end > size:
+        raise ValueError(f"a tensor of {one.num_bytes} bytes is said to be at {begin} to {end}")
+    return one

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model that was made without memory and is filled from its files while its layers leave."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.offload import ConfigurationError, offload, offload_parameters
+from megatron.offload.integration.torch import saved_weights
+from megatron.offload.parameters.weight_files import WeightFiles
+from tests.support.frozen import round_matrices
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+accelerate = pytest.importorskip("accelerate")
+
+VOCABULARY = 61
+
+
+def config(*, tied: bool = False) -> Any:
+    return transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved model, in several files."""
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(1)
+    transformers.LlamaForCausalLM(config()).save_pretrained(path, max_shard_size="40KB")
+    assert len(list(path.glob("*.safetensors"))) > 1
+    return path
+
+
+def in_memory(folder: Path) -> Any:
+    return transformers.LlamaForCausalLM.from_pretrained(folder)
+
+
+def without_memory(*, tied: bool = False) -> Any:
+    with accelerate.init_empty_weights():
+        return transformers.LlamaForCausalLM(config(tied=tied))
+
+
+def with_adapters(model: Any) -> Any:
+    torch.manual_seed(5)
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], lora_dropout=0.1)
+    return peft.get_peft_model(model, settings)
+
+
+def train(model: Any) -> list[float]:
+    trained = [one for one in model.parameters() if one.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    torch.manual_seed(9)
+    losses = []
+    for _ in range(3):
+        tokens = torch.randint(VOCABULARY, (2, 16))
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def adapters_of(model: Any) -> dict[str, torch.Tensor]:
+    return dict(peft.get_peft_model_state_dict(model))
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, one in expected.items():
+        assert torch.equal(found[name], one), name
+
+
+@pytest.mark.parametrize("codec", ["off", "int8", "nf4"])
+def test_adapters_are_trained_as_on_a_model_in_memory(
+    folder: Path, tmp_path: Path, codec: str
+) -> None:
+    other = in_memory(folder)
+    if codec != "off":
+        other.requires_grad_(False)
+        round_matrices(other.model.layers, codec)
+    other = with_adapters(other)
+    losses = train(other)
+    model = without_memory().requires_grad_(False)
+    with offload_parameters(model, tmp_path, weights=folder, codec=codec) as offloaded:
+        assert offloaded.window is not None
+        model = with_adapters(model)
+        assert train(model) == losses
+        assert offloaded.statistics["written_bytes"] == offloaded.statistics["moved_bytes"]
+        assert_same(adapters_of(model), adapters_of(other))
+        assert_same(model.state_dict(), other.state_dict())
+    assert_same(model.state_dict(), other.state_dict())
+
+
+def test_all_parameters_are_trained(folder: Path, tmp_path: Path) -> None:
+    other = in_memory(folder)
+    losses = train(other)
+    model = without_memory()
+    with offload(model, None, tmp_path, parameters={"weights": folder}, activations=False):
+        assert train(model) == losses
+        assert_same(model.state_dict(), other.state_dict())
+
+
+def test_one_file_and_ties(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    other = transformers.LlamaForCausalLM(config(tied=True))
+    other.save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    assert file.exists()
+    model = without_memory(tied=True)
+    model.tie_weights()
+    with offload_parameters(model, tmp_path, weights=file):
+        assert train(model) == train(other)
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert_same(model.state_dict(), other.state_dict())
+
+
+def test_other_types_are_converted(folder: Path) -> None:
+    expected = in_memory(folder).to(torch.bfloat16).state_dict()
+    model = without_memory().to(torch.bfloat16)
+    with offload_parameters(model, mode="host", weights=folder):
+        assert_same(model.state_dict(), expected)
+
+
+def test_off_fills_the_model_in_memory(folder: Path) -> None:
+    model = without_memory()
+    offload_parameters(model, mode="off", weights=folder)
+    assert_same(model.state_dict(), in_memory(folder).state_dict())
+
+
+# -- What cannot work -----------------------------------------------------------------------------
+
+
+def refused(model: Any, folder: Path, match: str) -> None:
+    with pytest.raises(ConfigurationError, match=match) as raised:
+        offload_parameters(model, mode="host", weights=folder)
+    assert "; " in str(raised.value)
+
+
+def test_a_model_in_memory_has_nothing_to_fill(folder: Path) -> None:
+    refused(in_memory(folder), folder, "this model has none")
+
+
+def test_a_model_without_memory_needs_files() -> None:
+    with pytest.raises(ConfigurationError, match="has no values; give weights="):
+        offload_parameters(without_memory(), mode="host")
+
+
+def test_buffers_have_to_be_in_memory(folder: Path) -> None:
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config())
+    refused(model, folder, "the buffer .* is on the meta device")
+
+
+def test_adapters_come_after(folder: Path) -> None:
+    refused(with_adapters(without_memory()), folder, "add adapters after offload_parameters")
+
+
+def test_the_folder_of_another_model(folder: Path, tmp_path: Path) -> None:
+    other = config()
+    other.intermediate_size = 48
+    with accelerate.init_empty_weights():
+        model = transformers.LlamaForCausalLM(other)
+    refused(model, folder, r"has shape \[48, 32\], and in .* \[64, 32\]")
+    refused(without_memory(), tmp_path, "has no \\*.safetensors")
+    with pytest.raises(OSError, match="No such file"):
+        offload_parameters(without_memory(), mode="host", weights=tmp_path / "nothing")
+
+
+@pytest.fixture
+def file(folder: Path, tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "one.safetensors"
+    path.write_bytes(sorted(folder.glob("*.safetensors"))[0].read_bytes())
+    yield path
+
+
+def test_a_damaged_file_is_said_to_be_one(file: Path) -> None:
+    whole = file.read_bytes()
+    for number in range(200):  # in the header's length and its beginning
+        for changed in (0, 0xFF):
+            data = bytearray(whole)
+            data[number] = changed
+            file.write_bytes(bytes(data))
+            try:
+                WeightFiles(file)
+            except ConfigurationError as error:
+                assert "is no safetensors file" in str(error)
+    for length in (0, 3, 8, 20, len(whole) // 2, len(whole) - 1):
+        file.write_bytes(whole[:length])
+        with pytest.raises(ConfigurationError, match="is no safetensors file"):
+            WeightFiles(file)
+
+
+def test_a_damaged_index_is_said_to_be_one(folder: Path, tmp_path: Path) -> None:
+    for text in ("", "{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', json.dumps({})):
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(ConfigurationError, match="is no index of safetensors files"):
+            WeightFiles(tmp_path)
+
+
+def test_a_file_that_is_cut_short_meanwhile_is_an_error_and_leaves_nothing_open(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = tmp_path / "model"
+    copied.mkdir()
+    for one in folder.iterdir():
+        (copied / one.name).write_bytes(one.read_bytes())
+    real = saved_weights.WeightFiles
+
+    def then_cut(path: Path) -> Any:
+        found = real(path)
+        last = sorted(path.glob("*.safetensors"))[-1]
+        last.write_bytes(last.read_bytes()[:-100])
+        return found
+
+    monkeypatch.setattr(saved_weights, "WeightFiles", then_cut)
+    directory = tmp_path / "offload"
+    directory.mkdir()
+    with pytest.raises(OSError, match="was cut short at byte"):
+        offload_parameters(without_memory(), directory, weights=copied)
+    assert not list(directory.iterdir())
