@@ -16,6 +16,7 @@ the machine lacks, with the reason; what cannot run for another reason fails:
   transformer_engine  the same with Transformer Engine's layers and grouped experts, bf16 and FP8
   states              AdamW's states on drives and on the host, steps on both sides, bit for bit
   parameters          parameters of layers on drives and on the host, bit for bit
+  codecs              numbers in few bits are the same as on the host, and how fast
   memory              the peak falls below a bound derived term by term; host memory in its budget
 
 It needs torch and this checkout, and megatron-core for parity and side_streams; no network. Results

@@ -219,7 +219,8 @@ class OffloadConfig(TierSettings):
         "by at most 1/253 of the largest of its 128 neighbours. int4: in 4 bits, off by at most "
         "1/6.9, rounded up or down so that the mean is right; sums in 8 bits as well. The losses "
         "of a step are the same, bit for bit; its gradients are approximate. Log-probabilities, "
-        "masks and inputs stay exact. Not with auto.",
+        "masks and inputs stay exact. With auto a plan chooses which layers keep exact "
+        "bytes.",
         choices=("off", "int8", "int4"),
     )
     chunked_loss: str | int = flag(
@@ -299,13 +300,8 @@ class OffloadConfig(TierSettings):
         if not self.enabled:
             raise ConfigurationError(
                 f"--activation-codec {self.codec} is for what layers save, and "
-                "--activation-offload off leaves all of that to autograd; give keep, ssd, host or "
-                "tiered instead"
-            )
-        if self.plans:
-            raise ConfigurationError(
-                f"--activation-codec {self.codec} goes with a fixed placement, and the plans of "
-                "--activation-offload auto do not count on it; give keep, ssd, host or tiered"
+                "--activation-offload off leaves all of that to autograd; give keep, ssd, host, "
+                "tiered or auto instead"
             )
 
     def _check_recomputation(self) -> None:

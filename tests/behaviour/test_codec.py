@@ -10,6 +10,10 @@ import pytest
 import torch
 
 from megatron.offload import ChangedInPlaceError, ConfigurationError, offload_activations
+from megatron.offload.activations.placement.plan import Plan, PlannedPart
+from megatron.offload.activations.placement.plan_file import save_plans
+from megatron.offload.activations.placement.policy import WHOLE_LAYER, Placement
+from megatron.offload.activations.saved.recipe_search import AvailableTensors
 from tests.support.loops import Net, net, noise
 
 MIN_BYTES = 512
@@ -156,6 +160,45 @@ def test_replay_goes_on_beside_it() -> None:
     assert all(map(torch.equal, first.gradients, found.gradients))
 
 
+def test_exact_bytes_are_held_for_the_first_passes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recipes are compared with them; a new shape is compared at once, as behind a resume."""
+    held: list[int] = []
+    hold = AvailableTensors.hold
+
+    def count(available: AvailableTensors, storage: torch.UntypedStorage) -> None:
+        hold(available, storage)
+        held.append(len(available._exact))
+
+    monkeypatch.setattr(AvailableTensors, "hold", count)
+    model, replayed = net(), []
+    with offload_activations(model, min_bytes=MIN_BYTES, codec="int8", **HOST) as handle:
+        for length in (16, 16, 16, 16, 24, 24, 24, 24):
+            held.clear()
+            x = torch.randn(2, length, model.first.in_features)
+            model(x).square().mean().backward()
+            replayed.append(handle.statistics["replayed_bytes"] / length)
+            assert handle.engine is not None
+            available = handle.engine.hooks.recipes.available
+            assert not available._exact  # a forward pass has ended
+            is_first = len(replayed) % 4 in (1, 2, 3)  # two comparisons, and one pass without
+            assert (max(held) > 0) == is_first, len(replayed)
+    assert len(set(replayed)) == 1
+
+
+def test_a_comparison_without_exact_bytes_is_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not take decoded bytes for those that were saved, and is made when they are there."""
+    model, replayed = net(), []
+    hold = AvailableTensors.hold
+    with offload_activations(model, min_bytes=MIN_BYTES, codec="int8", **HOST) as handle:
+        for step in range(4):
+            forgets = step < 2
+            monkeypatch.setattr(AvailableTensors, "hold", (lambda *_: None) if forgets else hold)
+            model(noise(step)).square().mean().backward()
+            replayed.append(handle.statistics["replayed_bytes"])
+    assert replayed[0] == replayed[1] < replayed[2] == replayed[3]
+    assert replayed[3] == Training(**HOST).counted["replayed_bytes"]
+
+
 def test_log_probabilities_stay_exact() -> None:
     """Every gradient begins with them."""
 
@@ -237,11 +280,50 @@ def test_the_summary_says_that_gradients_are_approximate(codec: str) -> None:
     assert "in few bits a value: gradients are approximate" in said
 
 
+@pytest.mark.parametrize("replay", ["off", "on"])
+def test_a_plan_may_keep_a_layer_exactly(replay: str, tmp_path: Path) -> None:
+    """The last one, so that all its gradients are exact: nothing behind it is encoded."""
+
+    def gradients_of(plan: Plan | None, **settings: Any) -> tuple[list[dict[str, Any]], int]:
+        if plan is not None:
+            save_plans(tmp_path / "plan.json", [plan])
+            settings |= {"mode": "auto", "plan_file": tmp_path / "plan.json", "replay": replay}
+        model = net()
+        counted = Training(tmp_path, model=model, **settings).counted
+        found = [
+            {name: one.grad for name, one in block.named_parameters()} for block in model.blocks
+        ]
+        return found, counted.get("encoded_bytes", 0)
+
+    def plan_of(*encoded: bool) -> Plan:
+        parts = [
+            PlannedPart(0, f"blocks.{n}", WHOLE_LAYER, Placement.KEEP, 0, replays=one)
+            for n, one in enumerate(encoded)
+        ]
+        return Plan(tuple(parts))
+
+    exact, _ = gradients_of(None)
+    last_exact, fewer_bytes = gradients_of(plan_of(True, True, False), codec="int8")
+    all_encoded, more_bytes = gradients_of(plan_of(True, True, True), codec="int8")
+    assert 0 < fewer_bytes < more_bytes
+    for name, one in exact[2].items():
+        assert torch.equal(last_exact[2][name], one), name
+    assert not all(torch.equal(all_encoded[2][name], one) for name, one in exact[2].items())
+    assert not all(torch.equal(last_exact[0][name], one) for name, one in exact[0].items())
+
+
+def test_with_auto_losses_are_the_same(tmp_path: Path) -> None:
+    expected = Training(num_steps=8)
+    auto = {"mode": "auto", "memory_budget_bytes": "1GiB"}
+    found = Training(tmp_path, num_steps=8, codec="int8", **auto)
+    assert all(map(torch.equal, found.losses, expected.losses))
+    assert found.differs_from(expected) < 0.02
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"mode": "off"}, "give keep, ssd, host or tiered instead"),
-        ({"mode": "auto", "memory_budget_bytes": "1GiB"}, "goes with a fixed placement"),
+        ({"mode": "off"}, "give keep, ssd, host, tiered or auto instead"),
         ({"codec": "int2"}, "choose one of off, int8, int4"),
     ],
 )

@@ -132,12 +132,7 @@ OFFLOAD = (
         "--activation-offload keep --activation-replay off",
         "keep moves nothing, and without replay or a codec it spares",
     ),
-    Row("--activation-codec int8", "give keep, ssd, host or tiered instead"),
-    Row(
-        "--activation-offload auto --activation-memory-budget 1GiB "
-        "--activation-offload-dir {tmp} --activation-codec int8",
-        "--activation-codec int8 goes with a fixed placement",
-    ),
+    Row("--activation-codec int8", "give keep, ssd, host, tiered or auto instead"),
     Row("--activation-replay on", "give keep, ssd, host, tiered or auto instead"),
     Row(
         f"{SSD} --activation-offload-io gds --activation-offload-verify checksum",

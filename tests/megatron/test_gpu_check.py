@@ -334,7 +334,7 @@ def test_a_dry_run_on_the_cpu(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     offload, out, table = tmp_path / "offload", tmp_path / "out.json", tmp_path / "out.md"
     sections = ["two_gpus", "side_streams", "parity", "transformer_engine", "states"]
-    sections += ["parameters", "memory"]
+    sections += ["parameters", "codecs", "memory"]
     flags = ["--dry-run-cpu", "--quick", "--only", ",".join(reversed(sections))]
     flags += ["--directory", str(offload), "--json", str(out), "--markdown", str(table)]
     code = exit_code(*flags)

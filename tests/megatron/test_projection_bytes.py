@@ -142,6 +142,49 @@ def test_so_is_what_is_replayed(tmp_path: Path, flags: str, sizes: dict[str, obj
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("codec", "replay", "flags", "sizes"),
+    [
+        pytest.param("int8", "off", "", {}, id="int8"),
+        pytest.param("int8", "on", "--swiglu", {"gated": True}, id="int8, gated, with replay"),
+        pytest.param("int8", "on", "", {}, id="int8, with replay"),
+    ],
+)
+def test_so_is_what_a_codec_encodes(
+    tmp_path: Path, codec: str, replay: str, flags: str, sizes: dict[str, object]
+) -> None:
+    """Of int4 they are not: here a bias is added in an operation of its own, so to a sum."""
+    outcome = train(
+        "--attention-dropout 0 --hidden-dropout 0 --train-iters 2",
+        f"--activation-codec {codec} --activation-replay {replay}",
+        f"--activation-offload ssd --activation-offload-dir {tmp_path}",
+        f"--activation-offload-io buffered --activation-offload-min-bytes {MIN_BYTES}",
+        flags,
+    )
+    measured = outcome.metrics[-1]["offload"]
+    projection = Projection(
+        model=Transformer(
+            **LAYERS,  # type: ignore[arg-type]
+            seq_length=32,
+            vocab_size=256,
+            fused_kernels=False,
+            **sizes,  # type: ignore[arg-type]
+        ),
+        parallel=Parallelism(global_batch_size=4),
+        hardware=Hardware(GpuSpec.load("a100"), DriveSpec.load("990-pro")),
+        min_bytes=MIN_BYTES,
+        replay=replay == "on",
+        codec=codec,
+    )
+    parts = [part for layer in project(projection).layers for part in layer.parts]
+    assert measured["offloaded_bytes"] == 4 * sum(part.movable_bytes for part in parts)
+    assert measured["offloaded_storages"] == 4 * sum(part.num_storages for part in parts)
+    again = measured["encoded_bytes"] + measured["replayed_bytes"]
+    assert again == 4 * sum(part.replayed_bytes for part in parts)
+    assert measured["encoded_bytes"] > 0
+
+
+@pytest.mark.slow
 def test_a_plan_made_before_any_run_is_followed(tmp_path: Path) -> None:
     model = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
     batch = "--micro-batch-size 1 --global-batch-size 4 --vocab-size 256 --hidden-dropout 0"

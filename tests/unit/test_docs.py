@@ -126,6 +126,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     (r"tools/check/auto_on_device\.py", "needs: 45 minutes"),
     (r"tools/check/states_in_a_cgroup\.py",
      "tests/behaviour/test_states_in_a_cgroup.py::test_killed_in_memory_trained_on_the_ssd"),
+    (r"tools/check/lora_in_a_cgroup\.py", "needs: minutes"),
     (r"tools/bench/hooks\.py", "needs: minutes"),
     (r"tools/bench/replay\.py", "needs: minutes"),
     (r"tools/bench/codecs\.py",

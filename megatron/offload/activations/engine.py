@@ -261,10 +261,7 @@ class OffloadEngine:
         return self._step.within(scope)
 
     def begin_layer(self) -> None:
-        """The caller is about to launch a layer's forward, whose backward will run later.
-
-        Waits if the thread that computes is further ahead of the device than the bound allows.
-        """
+        """A layer's forward is launched next: waits if the host is too far ahead of the device."""
         self._lead.begin_layer()
 
     def bound_lead(self, most_layers: int | None) -> None:
@@ -358,6 +355,7 @@ class OffloadEngine:
     def end_layers(self) -> None:
         """The last layer of a forward pass has run: the loss may come next and take much memory."""
         self._device.begin_phase("loss")
+        self.hooks.end_layers()
 
     def wait_for_writes(self, timeout_s: float | None = None) -> bool:
         """Blocks until no write is under way; False if `timeout_s` passed before.

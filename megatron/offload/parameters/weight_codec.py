@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 
+from megatron.offload.machine.device_kernels import load_kernels
+
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _CHUNK = 1 << 17  # values at a time on a CPU: temporaries stay in a cache
@@ -58,7 +60,7 @@ class WeightCodec:
             out: shape [encoded_bytes], uint8, on the same device.
         """
         scales, levels = self._parts(out, len(values), values.dtype)
-        if (kernels := _kernels_for(values)) is not None:
+        if values.device.type == "cpu" and (kernels := _kernels_for(values)) is not None:
             between = _between(values.device) if self.bits == 4 else None
             kernels.encode(values, levels, scales, between, self.group)
             return
@@ -82,11 +84,16 @@ class WeightCodec:
             encoded: its result, uint8.
             out: of the shape and type of its argument, on the same device.
         """
-        scales, levels = self._parts(encoded, len(out), out.dtype)
         if (kernels := _kernels_for(out)) is not None:
+            scales, levels = self._parts(encoded, len(out), out.dtype)
             pairs = _table(4, out.device) if self.bits == 4 else None
             kernels.decode(levels, scales, out, pairs, self.group)
-            return
+        else:
+            self.decode_by_torch(encoded, out)
+
+    def decode_by_torch(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
+        """What `decode` does, by operations of torch; kernels are compared with it."""
+        scales, levels = self._parts(encoded, len(out), out.dtype)
         table = _table(self.bits, out.device)
         for start in range(0, len(out), chunk := _chunk_of(out)):
             some = out[start : start + chunk]
@@ -161,6 +168,44 @@ def _kernels() -> Any:
     return weight_codec_on_host
 
 
+@functools.cache
+def _kernels_on(device: torch.device) -> Any:
+    """Triton kernels for a GPU, if they are installed and give the same bits there; else None."""
+    name = f"{__package__}.weight_codec_on_gpu"
+    return load_kernels(name, lambda kernels: kernels_agree(kernels, device))
+
+
+def kernels_agree(kernels: Any, device: torch.device) -> bool:
+    """Whether kernels give the bits of operations of torch, of a few thousand values of each type.
+
+    Args:
+        kernels: has `decode`, as `weight_codec_on_gpu.py`.
+        device: where they run.
+    """
+    # Magnitudes of all powers, also below the smallest normal number; one group is not whole.
+    powers = torch.arange(-148, 120).repeat_interleave(128)[: 267 * 128 + 61]
+    draw = torch.Generator().manual_seed(0)
+    sample = torch.randn(len(powers), generator=draw) * torch.exp2(powers.float())
+    sample[3 * 128], sample[7 * 128 + 1] = float("nan"), float("-inf")
+    sample[11 * 128 : 12 * 128] = 0
+    for codec in CODECS.values():
+        for dtype in TYPES:
+            values = sample.to(device=device, dtype=dtype)
+            size = codec.encoded_bytes(len(values), dtype)
+            encoded = torch.empty(size, dtype=torch.uint8, device=device)
+            codec.encode(values, encoded)
+            expected, found = torch.empty_like(values), torch.empty_like(values)
+            codec.decode_by_torch(encoded, expected)
+            scales, levels = codec._parts(encoded, len(values), dtype)
+            pairs = _table(4, device) if codec.bits == 4 else None
+            kernels.decode(levels, scales, found, pairs, codec.group)
+            if not torch.equal(expected.nan_to_num(nan=7), found.nan_to_num(nan=7)):
+                return False
+    return True
+
+
 def _kernels_for(values: torch.Tensor) -> Any:
+    if values.device.type == "cuda":
+        return _kernels_on(values.device)
     has_kernel = values.device.type == "cpu" and values.dtype in (torch.float32, torch.bfloat16)
     return _kernels() if has_kernel else None

@@ -21,6 +21,7 @@ SECTIONS = {
     "transformer_engine": ("the same of Transformer Engine's layers, bf16 and FP8", 40, 120),
     "states": ("optimizer states on tiers are the same bits as in memory", 20, 40),
     "parameters": ("parameters on tiers are the same bits as in memory", 8, 18),
+    "codecs": ("numbers in few bits are the same as on the host, and how fast", 20, 40),
     "memory": ("the peak falls below a bound that is derived term by term", 20, 60),
 }
 _SETTLE_S = 60.0

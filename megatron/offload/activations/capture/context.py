@@ -64,7 +64,7 @@ class SavingContext(torch.autograd.graph.saved_tensors_hooks):
         self._is_over = True
         self._take_off()
         if self._hooks.recipes is not None:
-            self._hooks.recipes.available.forget()
+            self._hooks.recipes.available.leave()
         self.submit()
         self._has_ended = True
 

@@ -142,6 +142,11 @@ class SavedTensorHooks:
                 self._step.observer.stayed(self._step.scope, storage)
             return self.keep(tensor)
 
+    def end_layers(self) -> None:
+        """The last layer of a forward pass has run: nothing is kept for comparisons."""
+        if self.recipes is not None:
+            self.recipes.available.leave()
+
     def keep(self, tensor: torch.Tensor) -> Packed:
         """What autograd keeps of a tensor that stays."""
         if kind_of(tensor).is_inference:
@@ -230,7 +235,9 @@ class SavedTensorHooks:
         """How the bytes are computed again, or decoded; what that takes is saved."""
         scope = self._step.scope
         save = functools.partial(self.save, batch=batch, instead_of_bytes=storage.nbytes())
-        if self.recipes is not None and self._policy.replays(scope):
+        if not self._policy.replays(scope):
+            return None
+        if self.recipes is not None:
             recipe = self.recipes.find(tensor, storage, scope, save)
             if recipe is not None:
                 return recipe

@@ -53,8 +53,8 @@ class PlannedPart:
         movable_bytes: of one micro-batch that it decides about.
         reason: for people, a few words.
         input: with `RECOMPUTE`, where what the recomputation starts from waits: `KEEP` or a tier.
-        replays: in a run with replay, what can be computed again from others is not kept. False:
-            all of it is, with `KEEP`.
+        replays: in a run with replay or a codec, what can be computed again from others is not
+            kept, and the rest in few bits. False: all of it is kept as it is, with `KEEP`.
     """
 
     chunk: int

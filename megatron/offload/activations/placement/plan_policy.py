@@ -38,7 +38,7 @@ class PlannedPolicy:
         return self._placements.get((scope.chunk, scope.layer, scope.part), whole)
 
     def replays(self, scope: Scope) -> bool:
-        """False where the plan keeps what could be replayed; the line is that of `place`."""
+        """False where the plan keeps all as it is; the line is that of `place`."""
         if not self._unreplayed:
             return True
         key = scope.chunk, scope.layer, scope.part or WHOLE_LAYER

@@ -38,7 +38,7 @@ class Policy(Protocol):
     """
 
     def replays(self, scope: Scope) -> bool:
-        """Whether what this scope saves may be computed again instead, in a run with replay."""
+        """Whether what this scope saves may be computed again or encoded, in a run with that."""
         ...
 
     def place_layer(self, scope: Scope) -> Placement:

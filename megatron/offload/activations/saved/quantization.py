@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from megatron.offload.activations.saved.rounding_noise import GROUP, noise_of
+from megatron.offload.machine.device_kernels import load_kernels
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -67,16 +68,22 @@ class Quantization:
         """
         number = values.numel()
         encoded = torch.empty(self.encoded_bytes(number), dtype=torch.uint8, device=values.device)
-        scales, out = _parts(encoded, number)
         if (kernels := _kernels_for(values)) is not None:
-            kernels.encode(values, out, scales, self.bits)
-            return encoded
+            scales, multiples = _parts(encoded, number)
+            kernels.encode(values, multiples, scales, self.bits)
+        else:
+            self.encode_by_torch(values, encoded)
+        return encoded
+
+    def encode_by_torch(self, values: torch.Tensor, encoded: torch.Tensor) -> None:
+        """What `encode` does, by operations of torch; kernels are compared with it."""
+        number = values.numel()
+        scales, out = _parts(encoded, number)
         for start in range(0, number, chunk := _chunk_of(values)):
             some = values[start : start + chunk]
             multiples = self._encode(some, scales[start // GROUP :], start // GROUP)
             at = start * self.bits // 8
             out[at : at + len(multiples)] = multiples
-        return encoded
 
     def decode(self, encoded: torch.Tensor, num_values: int, dtype: torch.dtype) -> torch.Tensor:
         """The values that `encode` encoded, each off by as much as the note says at most.
@@ -90,14 +97,20 @@ class Quantization:
             Shape [num_values].
         """
         values = torch.empty(num_values, dtype=dtype, device=encoded.device)
-        scales, multiples = _parts(encoded, num_values)
         if (kernels := _kernels_for(values)) is not None:
+            scales, multiples = _parts(encoded, num_values)
             kernels.decode(multiples, scales, values, self.bits)
-            return values
-        for start in range(0, num_values, chunk := _chunk_of(values)):
-            at, end = (place * self.bits // 8 for place in (start, start + chunk))
-            self._decode(multiples[at:end], scales[start // GROUP :], values[start : start + chunk])
+        else:
+            self.decode_by_torch(encoded, values)
         return values
+
+    def decode_by_torch(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
+        """What `decode` does, by operations of torch; kernels are compared with it."""
+        number = out.numel()
+        scales, multiples = _parts(encoded, number)
+        for start in range(0, number, chunk := _chunk_of(out)):
+            at, end = (place * self.bits // 8 for place in (start, start + chunk))
+            self._decode(multiples[at:end], scales[start // GROUP :], out[start : start + chunk])
 
     def _encode(self, values: torch.Tensor, scales: torch.Tensor, place: int) -> torch.Tensor:
         """The multiples of some values, whose first group is at a place; writes their scales."""
@@ -172,6 +185,54 @@ def _kernels() -> Any:
     return quantization_on_host
 
 
+@functools.cache
+def _kernels_on(device: torch.device) -> Any:
+    """Triton kernels for a GPU, if they are installed and give the same bits there; else None."""
+    name = f"{__package__}.quantization_on_gpu"
+    return load_kernels(name, lambda kernels: kernels_agree(kernels, device))
+
+
+def kernels_agree(kernels: Any, device: torch.device) -> bool:
+    """Whether kernels give the bits of operations of torch, of a few thousand values of each type.
+
+    Args:
+        kernels: has `encode` and `decode`, as `quantization_on_gpu.py`.
+        device: where they run.
+    """
+    # Magnitudes of all powers, also below the smallest normal number; one group is not whole.
+    powers = torch.arange(-148, 120).repeat_interleave(GROUP)[: 267 * GROUP + 61]
+    draw = torch.Generator().manual_seed(0)
+    sample = torch.randn(len(powers), generator=draw) * torch.exp2(powers.float())
+    sample[3 * GROUP], sample[7 * GROUP + 1] = float("nan"), float("-inf")
+    sample[11 * GROUP : 12 * GROUP] = 0
+    for one in (INT8, INT4):
+        for dtype in TYPES:
+            values = sample.to(device=device, dtype=dtype)
+            expected, found = (
+                torch.zeros(one.encoded_bytes(len(values)), dtype=torch.uint8, device=device)
+                for _ in range(2)
+            )
+            one.encode_by_torch(values, expected)
+            scales, multiples = _parts(found, len(values))
+            kernels.encode(values, multiples, scales, one.bits)
+            decoded, again = torch.empty_like(values), torch.empty_like(values)
+            one.decode_by_torch(expected, decoded)
+            kernels.decode(multiples, scales, again, one.bits)
+            split = 2 * _num_groups(len(values))  # a NaN has many bits
+            same_scales = torch.equal(scales.nan_to_num(nan=7), _scales(expected, len(values)))
+            if not (same_scales and torch.equal(found[split:], expected[split:])):
+                return False
+            if not torch.equal(decoded.nan_to_num(nan=7), again.nan_to_num(nan=7)):
+                return False
+    return True
+
+
+def _scales(encoded: torch.Tensor, num_values: int) -> torch.Tensor:
+    return _parts(encoded, num_values)[0].nan_to_num(nan=7)
+
+
 def _kernels_for(values: torch.Tensor) -> Any:
+    if values.device.type == "cuda":
+        return _kernels_on(values.device)
     has_kernel = values.device.type == "cpu" and values.dtype in (torch.float32, torch.bfloat16)
     return _kernels() if has_kernel else None

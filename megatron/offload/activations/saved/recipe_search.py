@@ -3,6 +3,13 @@
 
 The finder of recipes begins one for each tensor; it ends at `AvailableTensors`. It collects a
 program, and compares nothing.
+
+Note [Exact bytes for comparisons]
+Where a codec is used, what a recipe reads is encoded by the time it is compared, and a recipe of
+decoded operands gives other bytes than those that were saved. So the exact ones are held until
+their layer has ended. That takes memory, and after a few passes all is compared. So a pass through
+a layer, with a first tensor of some shape, holds them only if the one before has compared a recipe,
+or would have if it had held them.
 """
 
 from __future__ import annotations
@@ -64,9 +71,13 @@ class AvailableTensors:
         self.device = device
         self.eps_of = eps_of
         self.is_exact = is_exact
-        self._saved_bytes: collections.deque[torch.UntypedStorage] = collections.deque(
-            maxlen=_MOST_HELD
-        )
+        # Note [Exact bytes for comparisons]: what is held, of which pass, where that is, and by
+        # place whether the pass before has compared.
+        self._exact: collections.deque[torch.UntypedStorage] = collections.deque(maxlen=_MOST_HELD)
+        self._pass: tuple[int, int, str] | None = None
+        self._place: tuple[Any, ...] = ()
+        self._holds = False
+        self._compared: dict[tuple[Any, ...], bool] = {}
         self._unpack = unpack
         self.results: dict[tuple[Any, int], Held] = {}
         self.scope = _NOWHERE
@@ -82,14 +93,33 @@ class AvailableTensors:
                 self.results[node, tensor.output_nr] = held
 
     def forget(self) -> None:
-        """A layer has ended: its nodes belong to autograd alone again."""
+        """An operation or a layer has ended: its nodes belong to autograd alone again."""
         self.scope = _NOWHERE
         self.results.clear()
-        self._saved_bytes.clear()
+
+    def enter(self, scope: Scope, tensor: torch.Tensor) -> None:
+        """A tensor of this scope is saved: Note [Exact bytes for comparisons]."""
+        now = scope.chunk, scope.micro_batch, scope.layer
+        if now != self._pass:
+            self._exact.clear()
+            self._pass, self._place = now, (scope.chunk, scope.layer, tensor.shape, tensor.dtype)
+            self._holds = self._compared.get(self._place, True)
+            self._compared[self._place] = False
+
+    def compares(self) -> None:
+        """A recipe of the layer is compared, or would be if exact bytes were held."""
+        self._compared[self._place] = True
 
     def hold(self, storage: torch.UntypedStorage) -> None:
-        """Keeps what a codec has encoded until the layer ends: comparisons are with these bytes."""
-        self._saved_bytes.append(storage)
+        """Keeps what a codec has encoded until the layer ends, where comparisons may need it."""
+        if self._holds:
+            self._exact.append(storage)
+
+    def leave(self) -> None:
+        """A forward pass has ended."""
+        self.forget()
+        self._exact.clear()
+        self._pass = None
 
     def held_by(self, node: Any, name: str) -> Held | None:
         """What autograd holds of a tensor that a node saved; None: it is not ours to use."""

@@ -112,6 +112,7 @@ class RecipeFinder:
             scope: that saves it.
             save: saves a tensor that autograd does not: at most half the bytes of the target.
         """
+        self.available.enter(scope, tensor)
         base = tensor._base
         target = tensor if base is None else base
         node = node_of(target)
@@ -138,6 +139,7 @@ class RecipeFinder:
         if checked.is_refused:
             return None
         if checked.num_checks < _NUM_CHECKS:
+            self.available.compares()
             fetched: list[SavedStorage] = []
             try:
                 is_right = self._gives(checked.program, self._peek(search.held, fetched), target)
@@ -176,6 +178,7 @@ class RecipeFinder:
         self, steps: tuple[Step, ...], layout: Layout, search: RecipeSearch, target: torch.Tensor
     ) -> Program | None:
         """See Note [Constants that the graph does not show]."""
+        self.available.compares()
         operands = None if self._device.type != "cpu" else self._peek(search.held)
         if operands is None or target.numel() == 0 or not target.dtype.is_floating_point:
             return None
@@ -242,6 +245,8 @@ class RecipeFinder:
         record = held.saved
         memory = record.peeked
         if memory is None and record.recipe is not None:
+            if record.recipe.encodes:  # the exact bytes are gone
+                return None
             operands = self._peek(record.recipe.operands, fetched)
             if operands is None:
                 return None

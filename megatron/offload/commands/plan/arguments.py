@@ -204,6 +204,13 @@ def _add_goal(group: Any) -> None:
         "of which replay knows Megatron's own and not Transformer Engine's",
     )
     group.add_argument(
+        "--activation-codec",
+        choices=("off", "int8", "int4"),
+        default="off",
+        help="plans may have what layers save kept and moved in few bits; gradients are then "
+        "approximate. Default: off",
+    )
+    group.add_argument(
         "--optimizer-state-offload",
         choices=("off", "host", "ssd"),
         default="off",

@@ -82,6 +82,8 @@ def request_of(args: argparse.Namespace) -> Request:
         given = [flag_of(name) for name in _NEEDED if getattr(args, name) is not None]
         if args.activation_replay is not None:
             given.append(f"--activation-replay {args.activation_replay}")
+        if args.activation_codec != "off":
+            given.append(f"--activation-codec {args.activation_codec}")
         if given:
             raise ConfigurationError(
                 f"--profile has the model and its sizes; drop {', '.join(given)}, or give "
@@ -128,6 +130,7 @@ def projections_of(args: argparse.Namespace) -> tuple[Projection, ...]:
             min_bytes=args.activation_offload_min_bytes,
             inflight_bytes=args.activation_offload_inflight,
             replay=replay == "on",
+            codec=args.activation_codec,
             states_on=args.optimizer_state_offload,
             states_window_bytes=args.optimizer_state_window,
         )

@@ -29,6 +29,10 @@ SCORES_BACKWARD = 2.0
 # Names of what is saved: of flash attention beside its output; and of an MLP between its matrices.
 LOG_SUM_EXP = "log-sum-exp"
 INSIDE_MLP = ("activation input", "activated half", "linear half", "activation output")
+_WIDE = "norm input in fp32"
+# What a codec leaves as it is, and what it keeps in 8 bits: the Notes in `saved/encoded.py`.
+_EXACT = (LOG_SUM_EXP, "dropout mask", "mask of probabilities", "rotation", "logits")
+_SUMS = ("norm input", _WIDE, "rotated queries", "rotated keys")
 
 
 class Saved(NamedTuple):
@@ -43,6 +47,21 @@ class Saved(NamedTuple):
     num_bytes: int
     replay_bytes: int = 0
     only_for_replay: bool = False
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no codec encodes it: masks, tables, statistics and logits."""
+        return self.name in _EXACT
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether it is kept in 8 bits also where others are in 4."""
+        return self.name in _SUMS
+
+    @property
+    def is_fp32(self) -> bool:
+        """Whether its numbers are wider than the model's."""
+        return self.name == _WIDE
 
 
 @dataclass(frozen=True)
@@ -156,7 +175,7 @@ def _norm(model: Transformer, sizes: _Sizes) -> list[Saved]:
         copy = whole + wide if is_cast else 0
         return [
             Saved("norm input", whole, only_for_replay=is_cast),
-            *([Saved("norm input in fp32", wide, copy)] if is_cast else []),
+            *([Saved(_WIDE, wide, copy)] if is_cast else []),
             Saved("normalized", whole, 2 * wide + copy),
             output,
         ]

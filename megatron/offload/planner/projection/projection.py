@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from megatron.offload.activations.saved.encoded import CODECS
 from megatron.offload.config import DEFAULT_INFLIGHT_BYTES
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
@@ -47,6 +48,7 @@ class Projection:
         min_bytes: smaller storages stay in device memory.
         inflight_bytes: see `StageProfile`; None: the default of a run.
         replay: what is a cheap function of other saved bytes is computed again in backward.
+        codec: that keeps and moves what layers save in few bits: a name of `CODECS`, or `off`.
         states_on: `off`, or the tier that optimizer states and main weights are on.
         states_window_bytes: of them that are in host memory nevertheless, and do not move.
     """
@@ -59,6 +61,7 @@ class Projection:
     min_bytes: int = MIB
     inflight_bytes: int | None = None
     replay: bool = False
+    codec: str = "off"
     states_on: str = "off"
     states_window_bytes: int = DEFAULT_WINDOW_BYTES
 
@@ -112,8 +115,7 @@ class Projection:
 
     def selective_s(self, work: Work) -> float:
         """Seconds that a part's selective operations take in forward."""
-        gpu = self.hardware.gpu
-        return work.selective_memory_bytes / (gpu.memory_bytes_per_s * gpu.assumed.memory)
+        return self._memory_s(work.selective_memory_bytes)
 
     def saved(self, work: Work) -> tuple[Saved, ...]:
         """Storages that forward keeps of it for backward."""
@@ -123,11 +125,30 @@ class Projection:
         """Storages that backward computes again of these."""
         return work.replayed(self.min_bytes) if self.replay else ()
 
+    def stored_bytes(self, one: Saved) -> int:
+        """Bytes that a storage is kept or moved in: fewer where a codec encodes it."""
+        codec = CODECS.get(self.codec)
+        if codec is None or one.num_bytes < self.min_bytes or one.is_exact:
+            return one.num_bytes
+        quantization = codec.sums if one.is_sum else codec.others
+        width = 4 if one.is_fp32 else self.model.element_bytes
+        return min(one.num_bytes, quantization.encoded_bytes(one.num_bytes // width))
+
     def replay_s(self, work: Work) -> float:
         """Seconds of backward for that: what is read and written, at memory's rate."""
+        return self._memory_s(sum(one.replay_bytes for one in self.replayed(work)))
+
+    def codec_s(self, work: Work) -> float:
+        """Seconds to encode in forward and to decode in backward: each reads and writes once."""
+        moved = 0
+        for one in self.saved(work):
+            stored = self.stored_bytes(one)
+            moved += 2 * (one.num_bytes + stored) if stored < one.num_bytes else 0
+        return self._memory_s(moved)
+
+    def _memory_s(self, num_bytes: float) -> float:
         gpu = self.hardware.gpu
-        moved = sum(one.replay_bytes for one in self.replayed(work))
-        return moved / (gpu.memory_bytes_per_s * gpu.assumed.memory)
+        return num_bytes / (gpu.memory_bytes_per_s * gpu.assumed.memory)
 
     def _seconds(self, matmul: float, attention: float, work: Work, passes: int = 1) -> float:
         gpu = self.hardware.gpu
@@ -244,13 +265,15 @@ def _part(
     of: Projection, work: Work, produced_s: float, first_use_s: float, input_bytes: int
 ) -> PartProfile:
     large = [one for one in of.saved(work) if one.num_bytes >= of.min_bytes]
-    replayed = [one.num_bytes for one in of.replayed(work)]
-    moved = [one.num_bytes for one in large]
-    selective = [one.num_bytes for one in large if one.name in work.selective]
+    moved = [of.stored_bytes(one) for one in large]
+    encoded = [one for one in large if of.stored_bytes(one) < one.num_bytes]
+    again = [one.num_bytes for one in (*of.replayed(work), *encoded)]
+    only_then = [one for one in large if one.only_for_replay or one in encoded]
+    selective = [of.stored_bytes(one) for one in large if one.name in work.selective]
     return PartProfile(
         name=work.name,
         movable_bytes=sum(moved),
-        resident_bytes=_bytes(of, work) - sum(moved),
+        resident_bytes=_bytes(of, work) - sum(one.num_bytes for one in large),
         num_storages=len(moved),
         produced_s=produced_s,
         first_use_s=first_use_s,
@@ -260,12 +283,12 @@ def _part(
         selective_s=of.selective_s(work) if selective else None,
         selective_extra_bytes=max(selective, default=0),  # the result, once more
         movable_input_bytes=_movable(of, input_bytes),
-        replayed_bytes=sum(replayed),
-        replay_s=of.replay_s(work),
+        replayed_bytes=sum(again),
+        replay_s=of.replay_s(work) + of.codec_s(work),  # a part that is kept exactly has neither
         # A norm's come one after the other, of which the last is made of the one before it; so do
         # the activation function's result and the product with it.
-        replay_extra_bytes=sum(sorted(replayed)[-2:]),
-        only_for_replay_bytes=sum(one.num_bytes for one in of.saved(work) if one.only_for_replay),
+        replay_extra_bytes=sum(sorted(again)[-2:]),
+        only_for_replay_bytes=sum(map(of.stored_bytes, only_then)),
     )
 
 

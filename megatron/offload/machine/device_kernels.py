@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels in the place of operations of torch, where they give the same bits."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+def load_kernels(module: str, agrees: Callable[[Any], bool]) -> Any:
+    """A module of Triton kernels; None: there is no Triton here, or it computes something else.
+
+    A compiler may contract or approximate what an operation of torch rounds, on some device or in
+    some version. So what a kernel gives is compared with torch's own before it is used.
+
+    Args:
+        module: its full name.
+        agrees: runs its kernels on a device, and says whether they gave the bits of torch.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return None
+    reason = "they do not give the bits that PyTorch gives"
+    try:
+        kernels = importlib.import_module(module)
+        if agrees(kernels):
+            return kernels
+    except Exception as error:  # whatever a compiler and a driver raise
+        reason = f"{type(error).__name__}: {str(error)[:300]}"
+    logger.warning(
+        "activation offload: the Triton kernels of %s are not used here (%s); operations of "
+        "PyTorch do the same more slowly",
+        module.rsplit(".", 1)[-1],
+        reason,
+    )
+    return None
+
+
+def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """A context in which kernels are launched on a tensor's device."""
+    if tensor.device.type == "cpu":  # Triton's interpreter runs there
+        return contextlib.nullcontext()
+    device: contextlib.AbstractContextManager[object] = torch.accelerator.device_index(
+        tensor.device.index
+    )
+    return device
