@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from megatron.offload import ConfigurationError, offload, offload_parameters
+from megatron.offload.errors import LostStateError
 from megatron.offload.integration.torch import saved_weights
+from megatron.offload.parameters.filed_unit import FiledUnit
 from megatron.offload.parameters.weight_files import WeightFiles
 from tests.support.frozen import round_matrices
 
@@ -140,6 +142,117 @@ def test_off_fills_the_model_in_memory(folder: Path) -> None:
     model = without_memory()
     offload_parameters(model, mode="off", weights=folder)
     assert_same(model.state_dict(), in_memory(folder).state_dict())
+
+
+# -- Read where they are --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["ssd", "host"])
+@pytest.mark.parametrize("made", ["without memory", "in memory"])
+def test_layers_are_read_where_they_are_and_nothing_is_written(
+    folder: Path, tmp_path: Path, mode: str, made: str
+) -> None:
+    before = {one.name: one.read_bytes() for one in folder.iterdir()}
+    other = with_adapters(in_memory(folder))
+    losses = train(other)
+    model = without_memory() if made == "without memory" else in_memory(folder)
+    model.requires_grad_(False)
+    directory = tmp_path if mode == "ssd" else None
+    settings = {"mode": mode, "weights": folder, "in_place": True}
+    with offload_parameters(model, directory, **settings) as offloaded:
+        assert offloaded.window is not None
+        model = with_adapters(model)
+        assert train(model) == losses
+        found = offloaded.statistics
+        assert found["written_bytes"] == 0 < found["read_bytes"]
+        assert found["peak_bytes"] < found["parameter_bytes"]
+        assert "the files in" in offloaded.report()
+        assert_same(model.state_dict(), other.state_dict())  # shown from a copy
+        assert train(model) == train(other)
+    assert_same(model.state_dict(), other.state_dict())
+    assert {one.name: one.read_bytes() for one in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("how", ["in place", "through data", "replaced", "trained"])
+def test_what_is_changed_is_written_and_the_files_stay(
+    folder: Path, tmp_path: Path, how: str
+) -> None:
+    before = {one.name: one.read_bytes() for one in folder.iterdir()}
+
+    def change(model: Any) -> None:
+        weight = model.model.layers[1].mlp.up_proj.weight
+        new = torch.randn(weight.shape, generator=torch.Generator().manual_seed(2))
+        if how == "in place":
+            with torch.no_grad():
+                weight.copy_(new)
+        elif how == "through data":
+            weight.data.copy_(new)
+        elif how == "replaced":
+            weight.data = new
+        else:
+            weight.requires_grad_(True)
+
+    other, model = in_memory(folder), without_memory()
+    for one in (other, model):
+        one.requires_grad_(False)
+        one.lm_head.requires_grad_(True)
+    with offload_parameters(model, tmp_path, weights=folder, in_place=True):
+        for one in (other, model):
+            change(one)
+        assert train(model) == train(other)
+        assert_same(model.state_dict(), other.state_dict())
+        assert train(model) == train(other)
+    assert_same(model.state_dict(), other.state_dict())
+    assert {one.name: one.read_bytes() for one in folder.iterdir()} == before
+
+
+def test_a_file_that_changes_meanwhile_ends_the_training(folder: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "model"
+    copied.mkdir()
+    for one in folder.iterdir():
+        (copied / one.name).write_bytes(one.read_bytes())
+    model = without_memory().requires_grad_(False)
+    offloaded = offload_parameters(model, tmp_path, weights=copied, in_place=True)
+    model = with_adapters(model)
+    train(model)
+    for one in copied.glob("*.safetensors"):
+        one.write_bytes(one.read_bytes())
+    with pytest.raises(LostStateError, match="has changed since it was opened"):
+        train(model)
+    offloaded.close(restore=False)
+
+
+def test_layers_that_are_trained_or_of_another_type_are_written(
+    folder: Path, tmp_path: Path
+) -> None:
+    other, model = in_memory(folder), without_memory()
+    for one in (other, model):
+        one.requires_grad_(False)
+        one.model.layers[2].requires_grad_(True)
+    model.model.layers[0].mlp.to(torch.float64).to(torch.float32)  # again on the meta device
+    with offload_parameters(model, tmp_path, weights=folder, in_place=True) as offloaded:
+        assert offloaded.window is not None
+        kinds = [isinstance(unit, FiledUnit) for unit in offloaded.window.units]
+        assert kinds == [True, True, False, True]
+        assert train(model) == train(other)
+    assert_same(model.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"codec": "int8"}, "give one of the two"),
+        ({"weights": None}, "say where with weights="),
+        ({"trained": True}, "frozen as a whole and saved in their own type, and none is"),
+    ],
+)
+def test_what_in_place_does_not_go_with(
+    folder: Path, tmp_path: Path, settings: dict[str, Any], words: str
+) -> None:
+    model = in_memory(folder).requires_grad_(settings.pop("trained", False))
+    settings = {"weights": folder, **settings}
+    with pytest.raises(ConfigurationError, match=words):
+        offload_parameters(model, tmp_path, in_place=True, **settings)
 
 
 # -- What cannot work -----------------------------------------------------------------------------

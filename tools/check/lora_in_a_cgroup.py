@@ -8,8 +8,9 @@
 A Llama in bf16 is saved as safetensors files. LoRA on it is trained in processes of their own: with
 the model in memory, as `from_pretrained` loads it, and as much of it as there is; in a control
 group with less memory than half of the weights' bytes beside what an empty process takes; and there
-with the layers on the SSD, filled from the files, without a codec and with each. It needs root, or
-a control group in which others may be made.
+with the layers on the SSD: read where the files are (`in_place=True`), and filled from them and
+written, without a codec and with each. It needs root, or a control group in which others may be
+made.
 
 On a CPU `from_pretrained` maps the files, and the system takes that memory back when it needs it;
 so the run in memory copies the weights, as a GPU has them.
@@ -49,7 +50,7 @@ from check.memory_group import CheckError, PeakMemory, memory_group, run_in_grou
 from megatron.offload.commands.training_runs.machine import machine_facts  # noqa: E402
 from megatron.offload.sizes import format_size  # noqa: E402
 
-IN_MEMORY, EMPTY = "memory", "empty"
+IN_MEMORY, EMPTY, IN_PLACE = "memory", "empty", "in place"
 CODECS = ("off", "int8", "nf4")
 _VOCABULARY, _TOKENS = 1024, 128
 
@@ -59,7 +60,7 @@ class Run:
     """One training.
 
     Attributes:
-        way: the layers are in memory, or on the SSD with this codec.
+        way: the layers are in memory, read in place, or on the SSD with this codec.
         limit_bytes: of its control group; None: none.
         killed: it was, because the group's memory was used up.
         peak_bytes: most memory that was its own at a time; 0: it was killed.
@@ -146,9 +147,11 @@ def train(args: argparse.Namespace) -> None:
             with init_empty_weights():
                 model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
         model.requires_grad_(False)
-        mode, codec = ("off", "off") if args.way == IN_MEMORY else ("ssd", args.way)
-        weights = None if args.way == IN_MEMORY else args.model
-        offloaded = offload_parameters(model, args.dir, mode=mode, weights=weights, codec=codec)
+        settings: dict[str, Any] = {"mode": "off"}
+        if args.way != IN_MEMORY:
+            settings = {"weights": args.model, "in_place": args.way == IN_PLACE}
+            settings["codec"] = "off" if args.way == IN_PLACE else args.way
+        offloaded = offload_parameters(model, args.dir, **settings)
         torch.manual_seed(5)
         settings = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
         model = get_peft_model(model, settings)
@@ -211,7 +214,7 @@ def all_runs(args: argparse.Namespace) -> list[Run]:
     """In memory without a limit; then with one."""
     empty_bytes = run(EMPTY, None, args).peak_bytes
     limit_bytes = empty_bytes + weights_bytes(args) // 2
-    ways = [(IN_MEMORY, None), (IN_MEMORY, limit_bytes), *((one, limit_bytes) for one in CODECS)]
+    ways = [(IN_MEMORY, None), *((one, limit_bytes) for one in (IN_MEMORY, IN_PLACE, *CODECS))]
     return [run(*way, args) for way in tqdm(ways, desc="trainings", leave=False)]
 
 
@@ -221,7 +224,7 @@ def holds(runs: Sequence[Run]) -> bool:
     exact = {
         (tuple(one.losses), one.adapters)
         for one in runs
-        if not one.killed and one.way in (IN_MEMORY, "off")
+        if not one.killed and one.way in (IN_MEMORY, IN_PLACE, "off")
     }
     return killed == [(IN_MEMORY, True)] and len(exact) == 1
 
@@ -230,7 +233,7 @@ def table(runs: Sequence[Run]) -> str:
     """A row for each run."""
     rows = [
         [
-            one.way if one.way == IN_MEMORY else f"ssd, codec {one.way}",
+            f"ssd, codec {one.way}" if one.way in CODECS else one.way,
             "none" if one.limit_bytes is None else format_size(one.limit_bytes),
             *(
                 ["killed for memory"]

@@ -7,17 +7,10 @@ The unit rounds its parameters once, when it takes them over, to values that the
 drive, or stays because no tier has room for it, layers compute with the same values, those of a
 model whose weights were rounded in memory. If other code changes a parameter, the new values are
 rounded as well, with a warning.
-
-Note [Shown from a copy]
-Other code sees the parameters of a unit on a tier without bringing them to memory: the tier maps
-its block. Encoded bytes are no tensor's, so the unit writes its values beside them, as they are.
-On a drive the copy stays until the values change: a script that saves its adapters every few steps
-asks for the whole model each time, and writes it once.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,18 +20,18 @@ import torch
 from megatron.offload.device.device import Device
 from megatron.offload.errors import PARAMETERS_PREFIX, OffloadError
 from megatron.offload.moving.storage import Ended, Where
+from megatron.offload.parameters.copied_to_show import CopiedToShow
 from megatron.offload.parameters.parameter_places import Part
-from megatron.offload.parameters.unit import ParameterUnit
 from megatron.offload.parameters.unit_encoding import UnitEncoding
 from megatron.offload.parameters.weight_codec import WeightCodec
 from megatron.offload.tiers.mapped import own_pages
-from megatron.offload.tiers.ssd import SsdTier
+from megatron.offload.tiers.tier import Tier
 from megatron.offload.tiers.transfer import Transfer
 
 logger = logging.getLogger(__name__)
 
 
-class EncodedUnit(ParameterUnit):
+class EncodedUnit(CopiedToShow):
     """Frozen parameters in one storage; a tier has them in few bits each.
 
     Args:
@@ -61,7 +54,6 @@ class EncodedUnit(ParameterUnit):
         self._codec = codec
         self._encoding: UnitEncoding | None = None
         self._read: torch.UntypedStorage | None = None  # encoded bytes, or those that are coming
-        self._shown: Any = None  # a block: Note [Shown from a copy]
         super().__init__(name, params, device, parts, touched, ended)
 
     @property
@@ -85,7 +77,6 @@ class EncodedUnit(ParameterUnit):
     def note_change(self) -> None:
         """Other code has changed the parameters: rounds them."""
         super().note_change()
-        self._shown = None
         if self._round():
             self._warn_of_rounding()
 
@@ -156,29 +147,22 @@ class EncodedUnit(ParameterUnit):
 
     # -- Shown ------------------------------------------------------------------------------------
 
-    @torch.inference_mode(False)
-    def show(self) -> bool:
-        """See `ParameterUnit.show`; where no tier has room for the values, it brings them."""
-        if self.where is Where.ON_TIER and self._shown is None and not self._write_shown():
-            self.bring()
-        return super().show()
-
-    def _write_shown(self) -> bool:
-        """Note [Shown from a copy]; False: no tier has room.
-
-        Raises:
-            OSError: the encoded bytes could not be read.
-        """
+    def _values(self) -> torch.UntypedStorage:
         values = own_pages(self.num_bytes)
         self.encoding.decode(self._encoded_on_host(), values)
-        started = self.block.tier.begin_write(values)
-        if started is None:
-            return False
-        block, transfer = started
-        transfer.wait()
-        block.tier.wait_for_writes()  # a queued write would overwrite changes of what is shown
-        self._shown = block
-        return True
+        return values
+
+    def _has_values(self, shown: torch.UntypedStorage) -> bool:
+        return self.encoding.agrees(self._encoded_on_host(), shown)
+
+    def _write_values(self, shown: torch.UntypedStorage) -> Any:
+        block = self._write([self.block.tier], self.encoding.encode(shown))
+        if block is not None:
+            self._warn_of_rounding()
+        return block
+
+    def _copies_to(self) -> Sequence[Tier]:
+        return [self.block.tier]
 
     def _encoded_on_host(self) -> torch.UntypedStorage:
         """The encoded bytes on the tier, compared with their checksums."""
@@ -187,58 +171,10 @@ class EncodedUnit(ParameterUnit):
         self.block.tier.copy_view(self.block, encoded)
         return encoded
 
-    def view(self) -> torch.UntypedStorage:
-        """The bytes where they are, on the tier or in memory; changes of them stay.
-
-        Raises:
-            OSError: the tier cannot show them, or has other bytes.
-        """
-        if self.where is Where.ON_TIER:
-            assert self._shown is not None
-            try:
-                shown: torch.UntypedStorage = self._shown.tier.view(self._shown)
-            except BaseException:  # the copy is lost, and the encoded bytes are not
-                self._shown = None
-                raise
-            return shown
-        return super().view()
-
-    def copy_of_view(self) -> torch.UntypedStorage:
-        """What `view` shows of bytes on a tier, in memory of its own on the host.
-
-        Raises:
-            OSError: it could not be read.
-            torch.OutOfMemoryError: the host has no memory for it.
-        """
-        assert self.where is Where.ON_TIER, self.where
-        copied = own_pages(self.num_bytes)
-        self._shown.tier.copy_view(self._shown, copied)
-        return copied
-
-    def renew(self) -> None:
-        """Makes changes of the bytes that `view` shows part of the block on the tier.
-
-        Raises:
-            OSError: the tier could not take them.
-        """
-        if self.where is not Where.ON_TIER or self._shown is None:
-            return
-        shown = self.copy_of_view()
-        if not self.encoding.agrees(self._encoded_on_host(), shown):
-            started = self.block.tier.begin_write(self.encoding.encode(shown))
-            if started is None:
-                raise OSError(errno.ENOSPC, "no tier has room for what was changed")
-            block, transfer = started
-            transfer.wait()
-            self.block, self._shown = block, None
-            self._warn_of_rounding()
-        elif not isinstance(self._shown.tier, SsdTier):  # memory is for what computes
-            self._shown = None
-
     @torch.inference_mode(False)  # as in `ParameterUnit`
     def _take_memory(self, values: Sequence[torch.Tensor]) -> None:
         super()._take_memory(values)
-        is_first, self._shown = self._encoding is None, None
+        is_first = self._encoding is None
         self._encoding = UnitEncoding(self._layout, self._codec)
         if is_first:  # else `note_change` is called, and warns
             self._round()

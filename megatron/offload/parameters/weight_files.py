@@ -50,14 +50,24 @@ class SavedTensor(NamedTuple):
             OSError: it cannot be read, or the file is cut short.
         """
         tensor = torch.empty(self.shape, dtype=self.dtype)
+        if not self.num_bytes:
+            return tensor
         with self.path.open("rb", buffering=0) as file:
-            memory, done = memory_at(tensor.data_ptr(), self.num_bytes), 0
-            while done < self.num_bytes:
-                count = os.preadv(file.fileno(), [memory[done:]], self.start + done)
-                if not count:
-                    raise OSError(f"{self.path} was cut short at byte {self.start + done}")
-                done += count
+            self.read_into(file.fileno(), memory_at(tensor.data_ptr(), self.num_bytes))
         return tensor
+
+    def read_into(self, fd: int, memory: memoryview) -> None:
+        """Fills memory with the tensor's bytes.
+
+        Raises:
+            OSError: they cannot be read, or the file is cut short.
+        """
+        done = 0
+        while done < self.num_bytes:
+            count = os.preadv(fd, [memory[done:]], self.start + done)
+            if not count:
+                raise OSError(f"{self.path} was cut short at byte {self.start + done}")
+            done += count
 
 
 class WeightFiles:
@@ -76,6 +86,10 @@ class WeightFiles:
         self._tensors: dict[str, SavedTensor] = {}
         for file in _files(path):
             self._tensors |= _tensors_of(file)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of this name; `name` as for `[]`."""
+        return any(one in self._tensors for one in _names_of(name))
 
     def __getitem__(self, name: str) -> SavedTensor:
         """A tensor; `name` is a parameter's in a model that may be wrapped.

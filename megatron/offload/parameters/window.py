@@ -30,11 +30,14 @@ from megatron.offload.moving.only_copy import OnlyCopy
 from megatron.offload.moving.order import live_units
 from megatron.offload.moving.storage import Where
 from megatron.offload.parameters.encoded_unit import EncodedUnit
+from megatron.offload.parameters.file_tier import FileTier
+from megatron.offload.parameters.filed_unit import FiledUnit
 from megatron.offload.parameters.gradients import Gradients
 from megatron.offload.parameters.parameter_places import Part
 from megatron.offload.parameters.unit import ParameterUnit
 from megatron.offload.parameters.unit_encoding import moves_encoded
 from megatron.offload.parameters.weight_codec import WeightCodec
+from megatron.offload.parameters.weight_files import SavedTensor
 from megatron.offload.tiers.tier import Tier, close_when_dropped
 from megatron.offload.tiers.transfer import TRANSFER_ERRORS
 
@@ -47,6 +50,7 @@ class ParameterWindow:
         device: where layers compute.
         live_units: units in memory at a time.
         codec: of units whose parameters are all frozen; None: they move as they are.
+        files: from which units are read whose values are there; closed with the tiers.
 
     Attributes:
         device: where layers compute.
@@ -65,10 +69,14 @@ class ParameterWindow:
         device: Device,
         live_units: int,
         codec: WeightCodec | None = None,
+        files: FileTier | None = None,
     ) -> None:
-        self.tiers = list(tiers)
+        self._files, self._writable = files, list(tiers)
+        self.tiers = self._writable if files is None else [*tiers, files]
         self.units: list[ParameterUnit] = []
-        self.copies = OnlyCopy(PARAMETERS_PREFIX, tiers, device, self.units, lambda unit: unit.name)
+        self.copies = OnlyCopy(
+            PARAMETERS_PREFIX, self.tiers, device, self.units, lambda unit: unit.name
+        )
         self.gradients: Gradients | None = None
         self.is_whole = True
         self.is_lost = False
@@ -88,6 +96,7 @@ class ParameterWindow:
         name: str,
         params: Sequence[torch.nn.Parameter],
         parts: Mapping[torch.Tensor, Part] | None = None,
+        saved: Sequence[SavedTensor] | None = None,
     ) -> None:
         """Adds a unit after the others; its parameters leave.
 
@@ -95,12 +104,20 @@ class ParameterWindow:
             name: of the unit, for sentences.
             params: of the unit.
             parts: of some parameters, which may be of any unit.
+            saved: where each parameter is in `files`; None: the unit is not read there.
+
+        Raises:
+            OSError: a file cannot be read.
         """
         number = len(self.units)
         touched = functools.partial(self.show, number)
         of_unit = name, params, self.device, parts, touched, self.copies.ended
         if self._codec is not None and moves_encoded(params):
             unit: ParameterUnit = EncodedUnit(*of_unit, codec=self._codec)
+        elif saved is not None and self._files is not None:
+            for one in saved:
+                self._files.open(one)
+            unit = FiledUnit(*of_unit, saved=saved, files=self._files, tiers=self._writable)
         else:
             unit = ParameterUnit(*of_unit)
         self.units.append(unit)

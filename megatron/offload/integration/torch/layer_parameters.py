@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -56,3 +56,23 @@ class LayerParameters:
                     name,
                     type(module).__name__,
                 )
+
+
+_ADAPTER_PART = 1 / 16  # of the bytes of a unit's frozen parameters
+
+
+def adapters_of(layers: Mapping[torch.nn.Module, int]) -> set[torch.nn.Parameter]:
+    """The few trained parameters of units that are frozen but for them (LoRA): they stay.
+
+    With them the whole unit would be written after each step of the optimizer.
+    """
+    units: dict[int, set[torch.nn.Parameter]] = {}
+    for layer, number in layers.items():
+        units.setdefault(number, set()).update(layer.parameters())
+    adapters: set[torch.nn.Parameter] = set()
+    for params in units.values():
+        trained = {one for one in params if one.requires_grad}
+        num_bytes = sum(one.nbytes for one in trained)
+        if num_bytes <= _ADAPTER_PART * sum(one.nbytes for one in params - trained):
+            adapters |= trained
+    return adapters

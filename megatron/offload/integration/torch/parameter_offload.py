@@ -19,7 +19,7 @@ from megatron.offload.errors import PARAMETERS_PREFIX, ConfigurationError
 from megatron.offload.integration.hook import OutsideOfGraphs
 from megatron.offload.integration.open_parameters import unit_of
 from megatron.offload.integration.open_streams import OPEN
-from megatron.offload.integration.torch.layer_parameters import LayerParameters
+from megatron.offload.integration.torch.layer_parameters import LayerParameters, adapters_of
 from megatron.offload.integration.torch.layers import find_layers, params_outside
 from megatron.offload.integration.torch.optimizer_steps import OptimizerSteps
 from megatron.offload.integration.torch.passes import computed_in, tensors_in
@@ -28,6 +28,7 @@ from megatron.offload.integration.torch.refusals import check_not_graphed
 from megatron.offload.integration.torch.saved_weights import SavedWeights
 from megatron.offload.layer_major.units import units_of
 from megatron.offload.parameters.config import ParametersConfig
+from megatron.offload.parameters.file_tier import FileTier
 from megatron.offload.parameters.gradients import Gradients
 from megatron.offload.parameters.open import open_parameter_tiers
 from megatron.offload.parameters.parameter_places import Part
@@ -51,7 +52,8 @@ class ParameterOffload:
             these parameters.
         gradient_bytes: of all of them.
         staying: parameters that are in no unit, though a layer has them.
-        fill: gives parameters of a unit their memory, before it leaves; None: they have it.
+        saved: the values of parameters that have no memory yet, or where to read them; None: all
+            have memory, and are written.
 
     Raises:
         ConfigurationError: a parameter cannot move, or the tiers cannot be opened.
@@ -66,14 +68,14 @@ class ParameterOffload:
         gradients: Callable[[ParameterWindow], Gradients] | None = None,
         gradient_bytes: int | None = None,
         staying: Set[torch.nn.Parameter] = frozenset(),
-        fill: Callable[[Sequence[torch.nn.Parameter]], None] | None = None,
+        saved: SavedWeights | None = None,
     ) -> None:
         self.window: ParameterWindow | None = None
         self._undo: list[Callable[[], None]] = []
         if not config.enabled:
             return
         check_not_graphed(layers)
-        units = _params_of(layers, staying, is_filled=fill is not None)
+        units = _params_of(layers, staying, is_filled=saved is not None)
         computes_on = open_device(_device_of(units, device))
         codec = CODECS.get(config.codec)
         sizes = [sum(param.nbytes for param in params) for params in units]
@@ -83,6 +85,10 @@ class ParameterOffload:
                 f"--parameter-codec {codec.name} is for layers whose matrices are all frozen, and "
                 "none is; freeze the base model (requires_grad_(False), or LoRA), or leave it off"
             )
+        places = [None if saved is None else saved.places(params) for params in units]
+        if saved is not None:
+            saved.check_in_place(places, codec, computes_on)
+        moved = [0 if place else size for place, size in zip(places, moved, strict=True)]
         gradient_sizes: list[int] = []
         if config.offloads_gradients:
             gradient_sizes = sizes if gradient_bytes is None else [gradient_bytes]
@@ -93,17 +99,19 @@ class ParameterOffload:
             largest_bytes=max(moved) + _SLACK,
             num_local_ranks=local_world_size(),
         )
-        self.window = window = ParameterWindow(tiers, computes_on, config.live_units, codec)
+        files = None if saved is None or not saved.in_place else FileTier(saved.path)
+        live = config.live_units
+        self.window = window = ParameterWindow(tiers, computes_on, live, codec, files)
         OPEN.parameters.add(window)
         try:
             for number, params in enumerate(units):
-                if fill is not None:
-                    fill(params)
-                window.add(f"unit {number + 1} of {len(units)}", params, parts)
+                if saved is not None:
+                    saved.fill(params)
+                window.add(f"unit {number + 1} of {len(units)}", params, parts, places[number])
             if config.offloads_gradients:
                 window.gradients = (gradients or _of_parameters)(window)
         except BaseException:
-            window.close(restore=fill is None)  # else a model that may not fit into memory
+            window.close(restore=saved is None)  # else a model that may not fit into memory
             raise
         end_of_backward = _EndOfBackward(window.set_aside)
         steps = OptimizerSteps(window)
@@ -291,6 +299,7 @@ def offload_parameters(
     mode: str | None = None,
     device: torch.device | str | None = None,
     weights: str | os.PathLike[str] | None = None,
+    in_place: bool = False,
     **settings: Any,
 ) -> ParameterOffload:
     """Keeps the parameters of a model's layers on SSDs or in host memory while others compute.
@@ -313,6 +322,8 @@ def offload_parameters(
             `model.to("cuda")`, which moves what is outside of layers.
         weights: a folder with the safetensors files of a saved model, for a model that was made
             without memory (`accelerate.init_empty_weights()`): it is filled unit by unit.
+        in_place: on a CPU, frozen layers are read where they are in `weights` and are not written;
+            the files must stay as they are until `close()`.
         settings: any other field of `ParametersConfig` by its name: `live_units=3`;
             `gradients="on"`: with `LayerMajor`, those of these layers wait there too.
 
@@ -328,33 +339,14 @@ def offload_parameters(
         config = ParametersConfig.of_door(directory, mode, settings).resolved()
         found = list(find_layers((model,), layers))
         unit_of_layer = units_of(found, units)
-        staying = set(params_outside(model, found)) | _adapters(unit_of_layer)
-        fill = None
+        staying = set(params_outside(model, found)) | adapters_of(unit_of_layer)
+        saved = None
         if weights is not None:
-            saved = SavedWeights(model, parse_path(weights))
-            fill = saved.fill
-            fill(list(model.parameters()) if not config.enabled else list(staying))
-        return ParameterOffload(unit_of_layer, config, device, staying=staying, fill=fill)
-
-
-_ADAPTER_PART = 1 / 16  # of the bytes of a unit's frozen parameters
-
-
-def _adapters(layers: Mapping[torch.nn.Module, int]) -> set[torch.nn.Parameter]:
-    """The few trained parameters of units that are frozen but for them (LoRA): they stay.
-
-    With them the whole unit would be written after each step of the optimizer.
-    """
-    units: dict[int, set[torch.nn.Parameter]] = {}
-    for layer, number in layers.items():
-        units.setdefault(number, set()).update(layer.parameters())
-    adapters: set[torch.nn.Parameter] = set()
-    for params in units.values():
-        trained = {one for one in params if one.requires_grad}
-        num_bytes = sum(one.nbytes for one in trained)
-        if num_bytes <= _ADAPTER_PART * sum(one.nbytes for one in params - trained):
-            adapters |= trained
-    return adapters
+            saved = SavedWeights(model, parse_path(weights), in_place=in_place)
+            saved.fill(list(model.parameters()) if not config.enabled else list(staying))
+        elif in_place:
+            raise _refusal("in_place=True reads layers where they are; say where with weights=")
+        return ParameterOffload(unit_of_layer, config, device, staying=staying, saved=saved)
 
 
 def _of_parameters(window: ParameterWindow) -> Gradients:

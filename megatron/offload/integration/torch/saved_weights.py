@@ -10,37 +10,42 @@ model comes to a tier that is larger than memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 
+from megatron.offload.device.device import Device
 from megatron.offload.errors import PARAMETERS_PREFIX, ConfigurationError
+from megatron.offload.parameters.weight_codec import WeightCodec
 from megatron.offload.parameters.weight_files import SavedTensor, WeightFiles
 
 
 class SavedWeights:
-    """The saved values of a model's parameters that are on the meta device.
+    """The saved values of a model's parameters.
 
     Args:
-        model: with such parameters.
+        model: with parameters on the meta device, all of which the files must have.
         path: a folder with safetensors files, or one of these.
+        in_place: layers are read there; then no parameter has to be on the meta device.
 
     Raises:
         ConfigurationError: the model or the files cannot work; says why.
         OSError: a file cannot be read.
     """
 
-    def __init__(self, model: torch.nn.Module, path: Path) -> None:
+    def __init__(self, model: torch.nn.Module, path: Path, *, in_place: bool = False) -> None:
         files = WeightFiles(path)
+        self.path, self.in_place = path, in_place
         self._saved: dict[torch.nn.Parameter, SavedTensor] = {}
         for name, param in model.named_parameters():
-            if param.is_meta:
+            if param.is_meta or (in_place and files.has(name)):
                 self._saved[param] = _saved(files, name, param)
-        if not self._saved:
+        if not in_place and not self._saved:
             raise _refusal(
                 "weights= fills parameters without memory, and this model has none; make it under "
-                "accelerate.init_empty_weights(), or leave weights= out"
+                "accelerate.init_empty_weights(), give in_place=True to read frozen layers where "
+                "they are, or leave weights= out"
             )
         for name, buffer in model.named_buffers():
             if buffer.is_meta:
@@ -56,12 +61,49 @@ class SavedWeights:
             OSError: a file cannot be read.
         """
         for param in params:
-            saved = self._saved.pop(param, None)
-            if saved is not None:
-                value = saved.read().to(param.dtype)
+            if param.is_meta:
+                value = self._saved[param].read().to(param.dtype)
                 # It stays the object that modules, ties and optimizers refer to.
                 filled = torch.nn.Parameter(value, requires_grad=param.requires_grad)
                 torch.utils.swap_tensors(param, filled)
+
+    def places(self, params: Sequence[torch.nn.Parameter]) -> list[SavedTensor] | None:
+        """Where frozen parameters can be read as they are; None: they cannot."""
+        if not self.in_place:
+            return None
+        found = [self._saved.get(param) for param in params]
+        known = [
+            one
+            for one, param in zip(found, params, strict=True)
+            if one is not None and one.dtype == param.dtype and not param.requires_grad
+        ]
+        return known if len(known) == len(params) else None
+
+    def check_in_place(
+        self,
+        places: Sequence[Sequence[SavedTensor] | None],
+        codec: WeightCodec | None,
+        device: Device,
+    ) -> None:
+        """Raises ConfigurationError if no unit can be read where it is, by its `places`."""
+        if not self.in_place:
+            return
+        if not device.is_host:
+            raise _refusal(
+                "in_place=True is for layers that compute on the CPU; leave it out, and they are "
+                "written to the directory once"
+            )
+        if codec is not None:
+            raise _refusal(
+                f"in_place=True reads whole values, and --parameter-codec {codec.name} is for "
+                "fewer bits; give one of the two"
+            )
+        if not any(places):
+            raise _refusal(
+                "in_place=True is for layers that are frozen as a whole and saved in their own "
+                "type, and none is; freeze the model before (requires_grad_(False)), or leave it "
+                "out"
+            )
 
 
 def _saved(files: WeightFiles, name: str, param: torch.nn.Parameter) -> SavedTensor:

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A unit whose block on a tier cannot be mapped as its parameters: `CopiedToShow`.
+
+Note [Shown from a copy]
+Other code sees the parameters of a unit on a tier without bringing them to memory: the tier maps
+its block. Encoded bytes are no tensor's, and a saved model's file is not to be changed. So the unit
+writes its values beside them, as they are, and shows these. On a drive the copy stays until the
+values change: a script that saves its adapters every few steps asks for the whole model each time,
+and writes it once.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron.offload.device.device import Device
+from megatron.offload.moving.storage import Ended, Where
+from megatron.offload.parameters.parameter_places import Part
+from megatron.offload.parameters.unit import ParameterUnit
+from megatron.offload.tiers.mapped import own_pages
+from megatron.offload.tiers.ssd import SsdTier
+from megatron.offload.tiers.tier import Tier
+
+
+class CopiedToShow(ParameterUnit):
+    """A unit that is shown from a copy: Note [Shown from a copy].
+
+    Args: those of `ParameterUnit`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        params: Sequence[torch.nn.Parameter],
+        device: Device,
+        parts: Mapping[torch.Tensor, Part] | None = None,
+        touched: Callable[[], bool] | None = None,
+        ended: Ended | None = None,
+    ) -> None:
+        self._copy: Any = None  # a block with the values
+        super().__init__(name, params, device, parts, touched, ended)
+
+    # -- What a kind of unit says -----------------------------------------------------------------
+
+    def _values(self) -> torch.UntypedStorage:
+        """The values that the block stands for, in host memory. Raises OSError."""
+        raise NotImplementedError
+
+    def _has_values(self, shown: torch.UntypedStorage) -> bool:
+        """Whether the block stands for these values. Raises OSError."""
+        raise NotImplementedError
+
+    def _write_values(self, shown: torch.UntypedStorage) -> Any:
+        """A new block for these values; None: no tier has room. Raises OSError."""
+        raise NotImplementedError
+
+    def _copies_to(self) -> Sequence[Tier]:
+        """The tiers that a copy may be written to."""
+        raise NotImplementedError
+
+    @property
+    def _needs_copy(self) -> bool:
+        """Whether the block on the tier cannot be mapped."""
+        return True
+
+    # -- Shown ------------------------------------------------------------------------------------
+
+    def note_change(self) -> None:
+        """The bytes in memory were changed: neither block nor copy are theirs any more."""
+        super().note_change()
+        self._copy = None
+
+    @torch.inference_mode(False)
+    def show(self) -> bool:
+        """See `ParameterUnit.show`; where no tier has room for the values, it brings them."""
+        if self._is_copied_to_show and self._copy is None:
+            self._copy = self._write(self._copies_to(), self._values())
+            if self._copy is None:
+                self.bring()
+        return super().show()
+
+    @property
+    def _is_copied_to_show(self) -> bool:
+        return self.where is Where.ON_TIER and self._needs_copy
+
+    def _write(self, tiers: Sequence[Tier], storage: torch.UntypedStorage) -> Any:
+        """A block with these bytes, written; None: no tier has room. Raises OSError."""
+        for tier in tiers:
+            started = tier.begin_write(storage)
+            if started is not None:
+                block, transfer = started
+                transfer.wait()
+                block.tier.wait_for_writes()  # else changes of what is shown would be overwritten
+                return block
+        return None
+
+    def view(self) -> torch.UntypedStorage:
+        """The bytes where they are, on the tier or in memory; changes of them stay.
+
+        Raises:
+            OSError: the tier cannot show them, or has other bytes.
+        """
+        if not self._is_copied_to_show:
+            return super().view()
+        assert self._copy is not None
+        try:
+            shown: torch.UntypedStorage = self._copy.tier.view(self._copy)
+        except BaseException:  # the copy is lost, and what it was made of is not
+            self._copy = None
+            raise
+        return shown
+
+    def copy_of_view(self) -> torch.UntypedStorage:
+        """What `view` shows of bytes on a tier, in memory of its own on the host.
+
+        Raises:
+            OSError: it could not be read.
+            torch.OutOfMemoryError: the host has no memory for it.
+        """
+        if not self._is_copied_to_show:
+            return super().copy_of_view()
+        copied = own_pages(self.num_bytes)
+        self._copy.tier.copy_view(self._copy, copied)
+        return copied
+
+    def renew(self) -> None:
+        """Makes changes of the bytes that `view` shows part of the block on the tier.
+
+        Raises:
+            OSError: the tier could not take them.
+        """
+        if not self._is_copied_to_show:
+            super().renew()
+            return
+        if self._copy is None:
+            return
+        shown = self.copy_of_view()
+        if not self._has_values(shown):
+            block = self._write_values(shown)
+            if block is None:
+                raise OSError(errno.ENOSPC, "no tier has room for what was changed")
+            self.block, self._copy = block, None
+        elif not isinstance(self._copy.tier, SsdTier):  # memory is for what computes
+            self._copy = None
+
+    @torch.inference_mode(False)  # as in `ParameterUnit`
+    def _take_memory(self, values: Sequence[torch.Tensor]) -> None:
+        super()._take_memory(values)
+        self._copy = None
