@@ -218,7 +218,7 @@ def test_a_model_that_is_saved_often_is_written_once(tmp_path: Path, mode: str) 
 def test_a_copy_that_was_changed_behind_is_not_shown_again(tmp_path: Path) -> None:
     in_memory = rounded(Model(), "int8")
     model = Model()
-    with offload_parameters(model, tmp_path, codec="int8"):
+    with offload_parameters(model, tmp_path, codec="int8") as offloaded:
         held = model.state_dict()
         model(batches(0, torch.float32)[0])
         for name, one in held.items():
@@ -226,7 +226,10 @@ def test_a_copy_that_was_changed_behind_is_not_shown_again(tmp_path: Path) -> No
                 one.data.fill_(7)  # of no parameter by now
         for _ in range(2):
             assert_same_weights(model, in_memory)
+            assert offloaded.window is not None
+            memory_bytes = offloaded.window.memory_bytes
             model(batches(0, torch.float32)[0])
+        assert memory_bytes <= 2 * shown(offloaded)[0].num_bytes  # the second time from new copies
 
 
 def test_a_saved_model_that_is_loaded_again_is_not_rounded_again(

@@ -114,6 +114,7 @@ def train_frozen(lag: LagModule, directory: Path | None, codec: str | None) -> l
     model.to(DEVICE)
     optimizer, found = torch.optim.SGD(model.first.parameters(), lr=0.1), []
     settings = {"mode": "off"} if codec is None else {"codec": codec}
+    lag.set_delays(*DELAYS[0], seed=0)  # they leave as soon as they are encoded
     with offload_parameters(model, directory, **settings):
         for number in range(2 * STEPS):
             lag.set_delays(*DELAYS[number % STEPS], seed=number)

@@ -107,11 +107,7 @@ class CopiedToShow(ParameterUnit):
         if not self._is_copied_to_show:
             return super().view()
         assert self._copy is not None
-        try:
-            shown: torch.UntypedStorage = self._copy.tier.view(self._copy)
-        except BaseException:  # the copy is lost, and what it was made of is not
-            self._copy = None
-            raise
+        shown: torch.UntypedStorage = self._copy.tier.view(self._copy)
         return shown
 
     def copy_of_view(self) -> torch.UntypedStorage:
