@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -319,6 +320,55 @@ def test_trained_layers_keep_every_bit(tmp_path: Path) -> None:
     assert_same_weights(model, in_memory)
 
 
+def test_an_optimizer_with_frozen_parameters_leaves_them_where_they_are(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with offload_parameters(model, tmp_path, codec="int8") as offloaded:
+        for step in range(3):
+            model(batches(step, torch.float32)[0]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = offloaded.statistics
+        assert found["peak_bytes"] <= 3 * shown(offloaded)[0].num_bytes
+        assert found["written_bytes"] == found["moved_bytes"]
+
+
+def test_a_number_that_is_none_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = Model()
+    with torch.no_grad():
+        model.layers[1].up.weight[3, 5] = float("inf")
+    with offload_parameters(model, tmp_path, codec="int8"):
+        assert caplog.text.count("a matrix of unit 2 of 5 has an infinite value or a NaN") == 1
+
+
+def test_a_unit_that_is_still_being_written_is_shown(tmp_path: Path) -> None:
+    model = Model()
+    with offload_parameters(model, tmp_path, codec="int8", write_bytes_per_s="200KB/s"):
+        assert_same_weights(model, rounded(Model(), "int8"))
+
+
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+def test_a_read_that_another_thread_gives_up_is_made_again(
+    tmp_path: Path, codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = train(rounded(Model(), codec))
+    model = Model()
+    arrived, times = EncodedUnit._arrived, []
+
+    def given_up(unit: EncodedUnit, events: Any) -> Any:
+        times.append(unit)
+        if len(times) % 3 == 1:
+            thread = threading.Thread(target=unit.give_up_read)
+            thread.start()
+            thread.join()
+        return arrived(unit, events)
+
+    monkeypatch.setattr(EncodedUnit, "_arrived", given_up)
+    with offload_parameters(model, tmp_path, codec=codec):
+        assert train(model) == expected
+    assert len(times) > 10
+
+
 # -- Faults ---------------------------------------------------------------------------------------
 
 
@@ -334,6 +384,7 @@ def test_what_no_tier_has_room_for_stays_and_has_the_same_values(
         assert_same_weights(model, in_memory)  # shown where there is no room for values either
         assert train(model, 1) == train(in_memory, 1)
     assert "they stay in memory" in caplog.text
+    assert "in full size" in caplog.text and "make room on the disk" in caplog.text
 
 
 @pytest.mark.parametrize("times", [1, 2], ids=["once", "for good"])

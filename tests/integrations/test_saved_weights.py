@@ -15,12 +15,13 @@ from megatron.offload import ConfigurationError, offload, offload_parameters
 from megatron.offload.errors import LostStateError
 from megatron.offload.integration.torch import saved_weights
 from megatron.offload.parameters.filed_unit import FiledUnit
-from megatron.offload.parameters.weight_files import WeightFiles
+from megatron.offload.parameters.weight_files import SavedTensor, WeightFiles
 from tests.support.frozen import round_matrices
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 accelerate = pytest.importorskip("accelerate")
+save_file = pytest.importorskip("safetensors.torch").save_file
 
 VOCABULARY = 61
 
@@ -142,6 +143,105 @@ def test_off_fills_the_model_in_memory(folder: Path) -> None:
     model = without_memory()
     offload_parameters(model, mode="off", weights=folder)
     assert_same(model.state_dict(), in_memory(folder).state_dict())
+
+
+class Whole(torch.nn.Module):
+    """Layers with all kinds of parameters and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.BatchNorm1d(16)) for _ in range(3)
+        )
+        self.register_buffer("scale", torch.ones(1))
+        self.register_buffer("table", torch.arange(16.0), persistent=False)
+        self.layers[0][0].weight.mark = "kept"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.scale + self.table
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> tuple[Whole, Path]:
+    """A model whose buffers are not those that it is made with, and its file."""
+    model = Whole()
+    model.scale.fill_(0.5)
+    for _ in range(3):
+        model(torch.randn(8, 16) * 5)
+    path = tmp_path / "whole.safetensors"
+    save_file(model.state_dict(), path)
+    return model.eval(), path
+
+
+def test_buffers_come_from_the_files_too(whole: tuple[Whole, Path], tmp_path: Path) -> None:
+    other, path = whole
+    with accelerate.init_empty_weights():
+        model = Whole().eval()
+    x = torch.randn(4, 16)
+    with offload_parameters(model, tmp_path, weights=path):
+        assert torch.equal(model(x), other(x))
+        assert model.layers[0][0].weight.mark == "kept"
+        assert_same(model.state_dict(), other.state_dict())
+
+
+def test_what_failed_half_way_can_be_done_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, read, left = without_memory().requires_grad_(False), SavedTensor.read, [15]
+
+    def fails(saved: SavedTensor) -> torch.Tensor:
+        left[0] -= 1
+        if not left[0]:
+            raise OSError(5, "Input/output error")
+        return read(saved)
+
+    monkeypatch.setattr(SavedTensor, "read", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        offload_parameters(model, tmp_path, weights=folder, codec="int8")
+    assert all(param.is_meta for param in model.parameters())
+    other = in_memory(folder)
+    round_matrices(other.model.layers.requires_grad_(False), "int8")
+    with offload_parameters(model, tmp_path, weights=folder, codec="int8"):
+        assert_same(model.state_dict(), other.state_dict())
+
+
+def test_files_of_the_model_beneath_a_head(tmp_path: Path) -> None:
+    """As GPT-2's on the hub: without the name of what has the head."""
+    settings = transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=3, n_head=2)
+    torch.manual_seed(1)
+    other = transformers.GPT2LMHeadModel(settings).eval()
+    other.transformer.save_pretrained(tmp_path / "model")
+    with accelerate.init_empty_weights():
+        model = transformers.GPT2LMHeadModel(settings).eval()
+    model.tie_weights()
+    tokens = torch.randint(VOCABULARY, (2, 8))
+    with offload_parameters(model, tmp_path, weights=tmp_path / "model"):
+        assert torch.equal(model(tokens).logits, other(tokens).logits)
+
+
+def test_a_whole_file_goes_before_an_index(folder: Path, tmp_path: Path) -> None:
+    """As transformers has it: the model was saved again into the folder of an older one."""
+    copied = tmp_path / "model"
+    copied.mkdir()
+    for one in folder.iterdir():
+        (copied / one.name).write_bytes(one.read_bytes())
+    torch.manual_seed(7)
+    newer = transformers.LlamaForCausalLM(config())
+    save_file(newer.state_dict(), copied / "model.safetensors")
+    model = without_memory()
+    with offload_parameters(model, mode="host", weights=copied):
+        assert_same(model.state_dict(), newer.state_dict())
+
+
+def test_types_that_no_layer_computes_in_are_named(folder: Path, tmp_path: Path) -> None:
+    saved = in_memory(folder).state_dict()
+    for dtype in (torch.int8, torch.uint8, torch.float8_e4m3fn):
+        saved["model.layers.1.mlp.up_proj.weight"] = torch.zeros(64, 32).to(dtype)
+        save_file(saved, tmp_path / "model.safetensors")
+        refused(without_memory(), tmp_path, "in a type that its layer does not compute in")
 
 
 # -- Read where they are --------------------------------------------------------------------------
@@ -334,8 +434,8 @@ def test_a_file_that_is_cut_short_meanwhile_is_an_error_and_leaves_nothing_open(
         (copied / one.name).write_bytes(one.read_bytes())
     real = saved_weights.WeightFiles
 
-    def then_cut(path: Path) -> Any:
-        found = real(path)
+    def then_cut(path: Path, base: str) -> Any:
+        found = real(path, base)
         last = sorted(path.glob("*.safetensors"))[-1]
         last.write_bytes(last.read_bytes()[:-100])
         return found

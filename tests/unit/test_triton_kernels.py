@@ -139,14 +139,17 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 def test_kernels_that_agree_are_used(
     installed: types.ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert device_kernels.load_kernels("a.kernels", lambda one: one is installed) is installed
+    assert (
+        device_kernels.load_kernels("a.kernels", "here: ", lambda one: one is installed)
+        is installed
+    )
     assert not caplog.text
 
 
 def test_kernels_that_do_not_agree_are_not_used(
     installed: types.ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert device_kernels.load_kernels("a.kernels", lambda _: False) is None
+    assert device_kernels.load_kernels("a.kernels", "here: ", lambda _: False) is None
     assert "kernels of kernels are not used here (they do not give the bits" in caplog.text
 
 
@@ -156,7 +159,7 @@ def test_kernels_that_do_not_compile_are_not_used(
     def fails(_: Any) -> bool:
         raise RuntimeError("no C compiler")
 
-    assert device_kernels.load_kernels("a.kernels", fails) is None
+    assert device_kernels.load_kernels("a.kernels", "here: ", fails) is None
     assert "RuntimeError: no C compiler" in caplog.text
 
 
@@ -164,7 +167,7 @@ def test_without_triton_nothing_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(device_kernels.importlib.util, "find_spec", lambda _: None)
-    assert device_kernels.load_kernels("a.kernels", lambda _: True) is None
+    assert device_kernels.load_kernels("a.kernels", "here: ", lambda _: True) is None
     assert not caplog.text
 
 

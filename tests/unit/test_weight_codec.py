@@ -130,3 +130,25 @@ def test_the_levels_of_nf4_are_those_that_were_published() -> None:
 def test_bytes_of_16_bit_weights(codec: WeightCodec) -> None:
     part = codec.encoded_bytes(1 << 20, torch.bfloat16) / (2 << 20)
     assert part == {"int8": 8.125 / 16, "nf4": 4.25 / 16}[codec.name]
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
+@each_codec
+@pytest.mark.usefixtures("kernels")
+def test_what_is_the_default_changes_nothing(codec: WeightCodec, default: torch.dtype) -> None:
+    values = values_of(1000, torch.float16)
+    expected = rounded(codec, values)
+    for cached in (weight_codec._between, weight_codec._table):
+        cached.cache_clear()
+    torch.set_default_dtype(default)
+    try:
+        with torch.device("meta"):
+            found = torch.full_like(values, 77)
+            made = torch.zeros(
+                codec.encoded_bytes(len(values), values.dtype), dtype=torch.uint8, device="cpu"
+            )
+            codec.encode(values, made)
+            codec.decode(made, found)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected)

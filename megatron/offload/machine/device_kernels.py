@@ -15,7 +15,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 
-def load_kernels(module: str, agrees: Callable[[Any], bool]) -> Any:
+def load_kernels(module: str, prefix: str, agrees: Callable[[Any], bool]) -> Any:
     """A module of Triton kernels; None: there is no Triton here, or it computes something else.
 
     A compiler may contract or approximate what an operation of torch rounds, on some device or in
@@ -23,6 +23,7 @@ def load_kernels(module: str, agrees: Callable[[Any], bool]) -> Any:
 
     Args:
         module: its full name.
+        prefix: of the sentence that says why there are none.
         agrees: runs its kernels on a device, and says whether they gave the bits of torch.
     """
     if importlib.util.find_spec("triton") is None:
@@ -35,8 +36,9 @@ def load_kernels(module: str, agrees: Callable[[Any], bool]) -> Any:
     except Exception as error:  # whatever a compiler and a driver raise
         reason = f"{type(error).__name__}: {str(error)[:300]}"
     logger.warning(
-        "activation offload: the Triton kernels of %s are not used here (%s); operations of "
-        "PyTorch do the same more slowly",
+        "%sthe Triton kernels of %s are not used here (%s); operations of PyTorch do the same more "
+        "slowly",
+        prefix,
         module.rsplit(".", 1)[-1],
         reason,
     )

@@ -12,24 +12,32 @@ and writes it once.
 from __future__ import annotations
 
 import errno
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from megatron.offload.device.device import Device
+from megatron.offload.errors import PARAMETERS_PREFIX
 from megatron.offload.moving.storage import Ended, Where
 from megatron.offload.parameters.parameter_places import Part
 from megatron.offload.parameters.unit import ParameterUnit
+from megatron.offload.sizes import format_size
 from megatron.offload.tiers.mapped import own_pages
 from megatron.offload.tiers.ssd import SsdTier
 from megatron.offload.tiers.tier import Tier
+
+logger = logging.getLogger(__name__)
 
 
 class CopiedToShow(ParameterUnit):
     """A unit that is shown from a copy: Note [Shown from a copy].
 
-    Args: those of `ParameterUnit`.
+    Args:
+        tiers: that a copy may be written to.
+
+    The others are those of `ParameterUnit`.
     """
 
     def __init__(
@@ -40,8 +48,12 @@ class CopiedToShow(ParameterUnit):
         parts: Mapping[torch.Tensor, Part] | None = None,
         touched: Callable[[], bool] | None = None,
         ended: Ended | None = None,
+        *,
+        tiers: Sequence[Tier],
     ) -> None:
+        self._tiers = list(tiers)
         self._copy: Any = None  # a block with the values
+        self._has_warned = False
         super().__init__(name, params, device, parts, touched, ended)
 
     # -- What a kind of unit says -----------------------------------------------------------------
@@ -56,10 +68,6 @@ class CopiedToShow(ParameterUnit):
 
     def _write_values(self, shown: torch.UntypedStorage) -> Any:
         """A new block for these values; None: no tier has room. Raises OSError."""
-        raise NotImplementedError
-
-    def _copies_to(self) -> Sequence[Tier]:
-        """The tiers that a copy may be written to."""
         raise NotImplementedError
 
     @property
@@ -77,19 +85,33 @@ class CopiedToShow(ParameterUnit):
     @torch.inference_mode(False)
     def show(self) -> bool:
         """See `ParameterUnit.show`; where no tier has room for the values, it brings them."""
+        self.take_back()  # else a write may end between two looks at where the bytes are
         if self._is_copied_to_show and self._copy is None:
-            self._copy = self._write(self._copies_to(), self._values())
+            self._copy = self._write(self._values())
             if self._copy is None:
+                self._warn_without_room()
                 self.bring()
         return super().show()
+
+    def _warn_without_room(self) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        logger.warning(
+            "%sno tier has room for those of %s in full size (%s), in which a saved or copied "
+            "model shows them, so they come to memory; make room on the disk, or raise the budget",
+            PARAMETERS_PREFIX,
+            self.name,
+            format_size(self.num_bytes),
+        )
 
     @property
     def _is_copied_to_show(self) -> bool:
         return self.where is Where.ON_TIER and self._needs_copy
 
-    def _write(self, tiers: Sequence[Tier], storage: torch.UntypedStorage) -> Any:
+    def _write(self, storage: torch.UntypedStorage) -> Any:
         """A block with these bytes, written; None: no tier has room. Raises OSError."""
-        for tier in tiers:
+        for tier in self._tiers:
             started = tier.begin_write(storage)
             if started is not None:
                 block, transfer = started
@@ -106,7 +128,8 @@ class CopiedToShow(ParameterUnit):
         """
         if not self._is_copied_to_show:
             return super().view()
-        assert self._copy is not None
+        if self._copy is None:  # another thread has given up a read meanwhile
+            raise OSError("there is no copy to show")
         shown: torch.UntypedStorage = self._copy.tier.view(self._copy)
         return shown
 

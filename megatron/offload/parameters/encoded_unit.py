@@ -36,6 +36,7 @@ class EncodedUnit(CopiedToShow):
 
     Args:
         codec: of its matrices.
+        tiers: for what is shown.
 
     The others are those of `ParameterUnit`.
     """
@@ -50,11 +51,12 @@ class EncodedUnit(CopiedToShow):
         ended: Ended | None = None,
         *,
         codec: WeightCodec,
+        tiers: Sequence[Tier],
     ) -> None:
         self._codec = codec
         self._encoding: UnitEncoding | None = None
         self._read: torch.UntypedStorage | None = None  # encoded bytes, or those that are coming
-        super().__init__(name, params, device, parts, touched, ended)
+        super().__init__(name, params, device, parts, touched, ended, tiers=tiers)
 
     @property
     def encoding(self) -> UnitEncoding:
@@ -107,6 +109,16 @@ class EncodedUnit(CopiedToShow):
             self._codec.name,
         )
 
+    def _warn_of_numbers(self) -> None:
+        if not all(map(_has_numbers, self._places.views)):
+            logger.warning(
+                "%sa matrix of %s has an infinite value or a NaN, so all %d values that share its "
+                "scale are NaN now; keep such layers without --parameter-codec",
+                PARAMETERS_PREFIX,
+                self.name,
+                self._codec.group,
+            )
+
     # -- Encoded ----------------------------------------------------------------------------------
 
     def _to_write(self, after: Any) -> tuple[torch.UntypedStorage, Any]:
@@ -123,13 +135,16 @@ class EncodedUnit(CopiedToShow):
         return own_pages(self.encoding.num_bytes) if self._device.is_host else None
 
     def _arrived(self, events: Sequence[Any]) -> Sequence[Any]:
-        assert self._memory is not None and self._read is not None
-        self._device.use_after(self._read, events)
-        storage = self._memory.for_read()
-        assert storage is not None
-        self._device.use_after(storage, [self._device.restored_is_free()])
-        self.encoding.decode(self._read, storage)
-        return () if self._device.is_host else (self._device.record_event(),)
+        with self._lock:  # another thread that gives up the read waits: it frees the memory
+            if self._read is None:  # it was given up
+                return ()
+            assert self._memory is not None
+            self._device.use_after(self._read, events)
+            storage = self._memory.for_read()
+            assert storage is not None
+            self._device.use_after(storage, [self._device.restored_is_free()])
+            self.encoding.decode(self._read, storage)
+            return () if self._device.is_host else (self._device.record_event(),)
 
     def read(self) -> None:
         """Brings the bytes to memory; waits for the read if they are not there.
@@ -156,13 +171,10 @@ class EncodedUnit(CopiedToShow):
         return self.encoding.agrees(self._encoded_on_host(), shown)
 
     def _write_values(self, shown: torch.UntypedStorage) -> Any:
-        block = self._write([self.block.tier], self.encoding.encode(shown))
+        block = self._write(self.encoding.encode(shown))
         if block is not None:
             self._warn_of_rounding()
         return block
-
-    def _copies_to(self) -> Sequence[Tier]:
-        return [self.block.tier]
 
     def _encoded_on_host(self) -> torch.UntypedStorage:
         """The encoded bytes on the tier, compared with their checksums."""
@@ -178,3 +190,8 @@ class EncodedUnit(CopiedToShow):
         self._encoding = UnitEncoding(self._layout, self._codec)
         if is_first:  # else `note_change` is called, and warns
             self._round()
+            self._warn_of_numbers()
+
+
+def _has_numbers(values: torch.Tensor) -> bool:
+    return bool(values.sum(dtype=torch.float64).isfinite()) or bool(values.isfinite().all())

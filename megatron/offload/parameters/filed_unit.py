@@ -48,8 +48,7 @@ class FiledUnit(CopiedToShow):
         files: FileTier,
         tiers: Sequence[Tier],
     ) -> None:
-        self._tiers = list(tiers)
-        super().__init__(name, params, device, parts, touched, ended)
+        super().__init__(name, params, device, parts, touched, ended, tiers=tiers)
         self._slots = dict(self._layout.slots)
         starts = [slot.start_bytes for slot in self._slots.values()]
         self._origin = FileBlock(files, self.num_bytes, tuple(zip(saved, starts, strict=True)))
@@ -77,7 +76,4 @@ class FiledUnit(CopiedToShow):
         return self._origin.has(shown)
 
     def _write_values(self, shown: torch.UntypedStorage) -> Any:
-        return self._write(self._tiers, shown)
-
-    def _copies_to(self) -> Sequence[Tier]:
-        return self._tiers
+        return self._write(shown)

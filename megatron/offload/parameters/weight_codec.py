@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from megatron.offload.errors import PARAMETERS_PREFIX
 from megatron.offload.machine.device_kernels import load_kernels
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -136,10 +137,15 @@ def normal_levels() -> tuple[float, ...]:
     return tuple(level / above[0] for level in levels)
 
 
+def _levels() -> torch.Tensor:
+    """The levels of NF4: shape [16], whatever type and device are the default."""
+    return torch.tensor(normal_levels(), dtype=torch.float32, device="cpu")
+
+
 @functools.cache
 def _between(device: torch.device) -> torch.Tensor:
     """Halfway between the levels of NF4: shape [15], float32."""
-    levels = torch.tensor(normal_levels())
+    levels = _levels()
     return ((levels[1:] + levels[:-1]) / 2).to(device)
 
 
@@ -147,10 +153,9 @@ def _between(device: torch.device) -> torch.Tensor:
 def _table(bits: int, device: torch.device) -> torch.Tensor:
     """The levels that a byte stands for: shape [256, 1 or 2], float32."""
     if bits == 8:
-        numbers = torch.arange(256, dtype=torch.uint8).view(torch.int8)
+        numbers = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.int8)
         return (numbers.float() / 127).view(-1, 1).to(device)
-    levels = torch.tensor(normal_levels())
-    byte = torch.arange(256)
+    levels, byte = _levels(), torch.arange(256, device="cpu")
     return torch.stack((levels[byte & 15], levels[byte >> 4]), 1).to(device)
 
 
@@ -172,7 +177,7 @@ def _kernels() -> Any:
 def _kernels_on(device: torch.device) -> Any:
     """Triton kernels for a GPU, if they are installed and give the same bits there; else None."""
     name = f"{__package__}.weight_codec_on_gpu"
-    return load_kernels(name, lambda kernels: kernels_agree(kernels, device))
+    return load_kernels(name, PARAMETERS_PREFIX, lambda kernels: kernels_agree(kernels, device))
 
 
 def kernels_agree(kernels: Any, device: torch.device) -> bool:
@@ -183,9 +188,10 @@ def kernels_agree(kernels: Any, device: torch.device) -> bool:
         device: where they run.
     """
     # Magnitudes of all powers, also below the smallest normal number; one group is not whole.
-    powers = torch.arange(-148, 120).repeat_interleave(128)[: 267 * 128 + 61]
+    powers = torch.arange(-148, 120, device="cpu").repeat_interleave(128)[: 267 * 128 + 61]
     draw = torch.Generator().manual_seed(0)
-    sample = torch.randn(len(powers), generator=draw) * torch.exp2(powers.float())
+    sample = torch.randn(len(powers), generator=draw, dtype=torch.float32, device="cpu")
+    sample *= torch.exp2(powers.to(torch.float32))
     sample[3 * 128], sample[7 * 128 + 1] = float("nan"), float("-inf")
     sample[11 * 128 : 12 * 128] = 0
     for codec in CODECS.values():

@@ -19,12 +19,16 @@ from megatron.offload.device.device import memory_at
 from megatron.offload.documents import from_json, reading
 from megatron.offload.errors import PARAMETERS_PREFIX, ConfigurationError
 
-_INDEX = "model.safetensors.index.json"
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _TYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
 _LENGTH_BYTES, _MOST_HEADER_BYTES = 8, 100_000_000
 _ADVICE = "give a folder with a model that save_pretrained has written, or a .safetensors file"
@@ -34,14 +38,14 @@ class SavedTensor(NamedTuple):
     """Where a tensor is."""
 
     path: Path
-    dtype: torch.dtype
+    dtype: torch.dtype | None  # None: none that a layer computes in
     shape: tuple[int, ...]
     start: int  # of its bytes in the file
 
     @property
     def num_bytes(self) -> int:
         """Of the tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return 0 if self.dtype is None else math.prod(self.shape) * self.dtype.itemsize
 
     def read(self) -> torch.Tensor:
         """The tensor, in new memory on the CPU.
@@ -75,21 +79,22 @@ class WeightFiles:
 
     Args:
         path: a folder as `save_pretrained` writes it, or a file.
+        base: what names of the model beneath a head begin with, which files may leave out.
 
     Raises:
         ConfigurationError: it is none, or a file there is damaged.
         OSError: a file cannot be read.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, base: str = "") -> None:
+        self.path, self._base = path, base
         self._tensors: dict[str, SavedTensor] = {}
         for file in _files(path):
             self._tensors |= _tensors_of(file)
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of this name; `name` as for `[]`."""
-        return any(one in self._tensors for one in _names_of(name))
+        return any(one in self._tensors for one in self._names_of(name))
 
     def __getitem__(self, name: str) -> SavedTensor:
         """A tensor; `name` is a parameter's in a model that may be wrapped.
@@ -97,21 +102,26 @@ class WeightFiles:
         Raises:
             KeyError: there is none.
         """
-        for one in _names_of(name):
+        for one in self._names_of(name):
             if one in self._tensors:
                 return self._tensors[one]
         raise KeyError(name)
 
-
-def _names_of(name: str) -> Iterator[str]:
-    """Names that a parameter may have in a file: without those of peft's wrappers."""
-    yield name
-    yield name.replace("base_model.model.", "", 1).replace(".base_layer.", ".")
+    def _names_of(self, name: str) -> Iterator[str]:
+        """Names that a parameter may have in a file: without peft's wrappers, and the base's."""
+        plain = name.replace("base_model.model.", "", 1).replace(".base_layer.", ".")
+        for one in dict.fromkeys((name, plain)):
+            yield one
+            if self._base:
+                yield one.removeprefix(f"{self._base}.")
+                yield f"{self._base}.{one}"
 
 
 def _files(path: Path) -> Iterable[Path]:
     if not path.is_dir():
         return [path]
+    if (whole := path / _WHOLE).exists():  # the one that transformers prefers
+        return [whole]
     index = path / _INDEX
     if index.exists():
         with reading(f"{PARAMETERS_PREFIX}{index} is no index of safetensors files", _ADVICE):
@@ -135,19 +145,17 @@ def _tensors_of(path: Path) -> dict[str, SavedTensor]:
         header = from_json(file.read(length))
         start = _LENGTH_BYTES + length
         return {
-            name: one
+            name: _tensor(path, value, start, size)
             for name, value in header.items()
-            if name != "__metadata__" and (one := _tensor(path, value, start, size)) is not None
+            if name != "__metadata__"
         }
 
 
-def _tensor(path: Path, value: dict[str, Any], start: int, size: int) -> SavedTensor | None:
-    """What a header says of a tensor; None: it has a type that no layer computes in."""
+def _tensor(path: Path, value: dict[str, Any], start: int, size: int) -> SavedTensor:
+    """What a header says of a tensor."""
     begin, end = value["data_offsets"]
     dtype = _TYPES.get(value["dtype"])
-    if dtype is None:
-        return None
     one = SavedTensor(path, dtype, tuple(map(int, value["shape"])), start + begin)
-    if begin < 0 or end - begin != one.num_bytes or start + end > size:
+    if begin < 0 or (dtype and end - begin != one.num_bytes) or start + end > size:
         raise ValueError(f"a tensor of {one.num_bytes} bytes is said to be at {begin} to {end}")
     return one

@@ -113,7 +113,7 @@ class ParameterWindow:
         touched = functools.partial(self.show, number)
         of_unit = name, params, self.device, parts, touched, self.copies.ended
         if self._codec is not None and moves_encoded(params):
-            unit: ParameterUnit = EncodedUnit(*of_unit, codec=self._codec)
+            unit: ParameterUnit = EncodedUnit(*of_unit, codec=self._codec, tiers=self._writable)
         elif saved is not None and self._files is not None:
             for one in saved:
                 self._files.open(one)

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from megatron.offload.activations.saved.rounding_noise import GROUP, noise_of
+from megatron.offload.errors import PREFIX
 from megatron.offload.machine.device_kernels import load_kernels
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -189,7 +190,7 @@ def _kernels() -> Any:
 def _kernels_on(device: torch.device) -> Any:
     """Triton kernels for a GPU, if they are installed and give the same bits there; else None."""
     name = f"{__package__}.quantization_on_gpu"
-    return load_kernels(name, lambda kernels: kernels_agree(kernels, device))
+    return load_kernels(name, PREFIX, lambda kernels: kernels_agree(kernels, device))
 
 
 def kernels_agree(kernels: Any, device: torch.device) -> bool:
@@ -200,9 +201,10 @@ def kernels_agree(kernels: Any, device: torch.device) -> bool:
         device: where they run.
     """
     # Magnitudes of all powers, also below the smallest normal number; one group is not whole.
-    powers = torch.arange(-148, 120).repeat_interleave(GROUP)[: 267 * GROUP + 61]
+    powers = torch.arange(-148, 120, device="cpu").repeat_interleave(GROUP)[: 267 * GROUP + 61]
     draw = torch.Generator().manual_seed(0)
-    sample = torch.randn(len(powers), generator=draw) * torch.exp2(powers.float())
+    sample = torch.randn(len(powers), generator=draw, dtype=torch.float32, device="cpu")
+    sample *= torch.exp2(powers.to(torch.float32))
     sample[3 * GROUP], sample[7 * GROUP + 1] = float("nan"), float("-inf")
     sample[11 * GROUP : 12 * GROUP] = 0
     for one in (INT8, INT4):

@@ -55,6 +55,7 @@ from megatron.offload.activations.saved.view import SavedView
 from megatron.offload.errors import OffloadError
 
 _NUM_CHECKS = 2
+_MOST_UNSEEN = 4
 _MOST_DEPTH = 6  # replayed operands of replayed operands: all are in memory together
 _LEAST_GAIN = 4  # a recipe holds copies of parameters: they take less than this part of its result
 
@@ -65,6 +66,7 @@ class _CheckedProgram:
 
     program: Program
     num_checks: int = 0
+    num_unseen: int = 0  # times that exact operands were not there, where a codec is used
     is_refused: bool = False
 
 
@@ -147,6 +149,8 @@ class RecipeFinder:
                 for record in fetched:
                     record.give_up_read()
             if is_right is None:
+                checked.num_unseen += not self.available.is_exact
+                checked.is_refused = checked.num_unseen == _MOST_UNSEEN
                 return None
             checked.is_refused = not is_right
             checked.num_checks += is_right
@@ -178,8 +182,10 @@ class RecipeFinder:
         self, steps: tuple[Step, ...], layout: Layout, search: RecipeSearch, target: torch.Tensor
     ) -> Program | None:
         """See Note [Constants that the graph does not show]."""
+        if self._device.type != "cpu":
+            return None
         self.available.compares()
-        operands = None if self._device.type != "cpu" else self._peek(search.held)
+        operands = self._peek(search.held)
         if operands is None or target.numel() == 0 or not target.dtype.is_floating_point:
             return None
         last = steps[-1]

@@ -122,8 +122,17 @@ class OptimizerSteps:
             self._begin(outer)
 
     def _params_of(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        groups = optimizer.param_groups
-        return [p for group in groups for p in group["params"] if self._window.has(p)]
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        return [p for p in params if self._window.has(p) and not _is_left_alone(p)]
+
+
+def _is_left_alone(param: torch.Tensor) -> bool:
+    """Whether it is frozen: no optimizer of PyTorch updates it, and it need not be brought.
+
+    One that does so touches it, which brings it.
+    """
+    is_parameter = isinstance(param, torch.nn.Parameter)
+    return is_parameter and not param.requires_grad and param.grad is None
 
 
 def _remove(hooks: Sequence[RemovableHandle]) -> None:

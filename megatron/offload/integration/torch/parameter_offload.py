@@ -82,8 +82,10 @@ class ParameterOffload:
         moved = sizes if codec is None else [encoded_bytes(params, codec) for params in units]
         if codec is not None and not any(map(moves_encoded, units)):
             raise _refusal(
-                f"--parameter-codec {codec.name} is for layers whose matrices are all frozen, and "
-                "none is; freeze the base model (requires_grad_(False), or LoRA), or leave it off"
+                f"--parameter-codec {codec.name} is for layers whose matrices are frozen, but for "
+                "adapters of at most a sixteenth of their bytes, and there is none; freeze the "
+                "base model (requires_grad_(False)) and add adapters after offload_parameters, or "
+                "leave it off"
             )
         places = [None if saved is None else saved.places(params) for params in units]
         if saved is not None:
@@ -111,7 +113,7 @@ class ParameterOffload:
             if config.offloads_gradients:
                 window.gradients = (gradients or _of_parameters)(window)
         except BaseException:
-            window.close(restore=saved is None)  # else a model that may not fit into memory
+            window.close(restore=saved is None or not saved.has_empty)  # it may not fit into memory
             raise
         end_of_backward = _EndOfBackward(window.set_aside)
         steps = OptimizerSteps(window)
@@ -343,10 +345,16 @@ def offload_parameters(
         saved = None
         if weights is not None:
             saved = SavedWeights(model, parse_path(weights), in_place=in_place)
-            saved.fill(list(model.parameters()) if not config.enabled else list(staying))
         elif in_place:
             raise _refusal("in_place=True reads layers where they are; say where with weights=")
-        return ParameterOffload(unit_of_layer, config, device, staying=staying, saved=saved)
+        try:
+            if saved is not None:
+                saved.fill(list(model.parameters()) if not config.enabled else list(staying))
+            return ParameterOffload(unit_of_layer, config, device, staying=staying, saved=saved)
+        except BaseException:
+            if saved is not None:
+                saved.take_back()
+            raise
 
 
 def _of_parameters(window: ParameterWindow) -> Gradients:

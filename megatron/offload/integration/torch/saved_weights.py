@@ -35,37 +35,44 @@ class SavedWeights:
     """
 
     def __init__(self, model: torch.nn.Module, path: Path, *, in_place: bool = False) -> None:
-        files = WeightFiles(path)
+        files = WeightFiles(path, str(getattr(model, "base_model_prefix", "")))
         self.path, self.in_place = path, in_place
+        self._filled: list[torch.nn.Parameter] = []
         self._saved: dict[torch.nn.Parameter, SavedTensor] = {}
-        for name, param in model.named_parameters():
-            if param.is_meta or (in_place and files.has(name)):
-                self._saved[param] = _saved(files, name, param)
+        names: dict[torch.nn.Parameter, list[str]] = {}  # a tied one has several
+        for name, param in model.named_parameters(remove_duplicate=False):
+            names.setdefault(param, []).append(name)
+        for param, of_param in names.items():
+            if param.is_meta or (in_place and any(map(files.has, of_param))):
+                self._saved[param] = _saved(files, of_param, param)
         if not in_place and not self._saved:
             raise _refusal(
                 "weights= fills parameters without memory, and this model has none; make it under "
                 "accelerate.init_empty_weights(), give in_place=True to read frozen layers where "
                 "they are, or leave weights= out"
             )
-        for name, buffer in model.named_buffers():
-            if buffer.is_meta:
-                raise _refusal(
-                    f"the buffer {name} is on the meta device, and no file has it; make the model "
-                    "under accelerate.init_empty_weights(), which leaves buffers in memory"
-                )
+        self.has_empty = any(param.is_meta for param in self._saved)
+        if self.has_empty:
+            _fill_buffers(model, files)
 
     def fill(self, params: Iterable[torch.nn.Parameter]) -> None:
         """Gives those of some parameters that have no memory theirs, on the CPU, and their values.
 
         Raises:
+            ConfigurationError: other code keeps a parameter from being filled.
             OSError: a file cannot be read.
         """
         for param in params:
             if param.is_meta:
                 value = self._saved[param].read().to(param.dtype)
-                # It stays the object that modules, ties and optimizers refer to.
-                filled = torch.nn.Parameter(value, requires_grad=param.requires_grad)
-                torch.utils.swap_tensors(param, filled)
+                self._filled.append(param)
+                _become(param, value)
+
+    def take_back(self) -> None:
+        """What was filled has no memory and no values any more, as before."""
+        while self._filled:
+            param = self._filled.pop()
+            _become(param, torch.empty(param.shape, dtype=param.dtype, device="meta"))
 
     def places(self, params: Sequence[torch.nn.Parameter]) -> list[SavedTensor] | None:
         """Where frozen parameters can be read as they are; None: they cannot."""
@@ -106,19 +113,63 @@ class SavedWeights:
             )
 
 
-def _saved(files: WeightFiles, name: str, param: torch.nn.Parameter) -> SavedTensor:
+def _become(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Gives a parameter other memory; it stays the object that modules and ties refer to."""
+    filled = torch.nn.Parameter(value, requires_grad=param.requires_grad)
+    vars(filled).update(vars(param))  # marks that others have put on it
     try:
-        saved = files[name]
-    except KeyError:
+        torch.utils.swap_tensors(param, filled)
+    except RuntimeError as error:  # a weak reference, a graph
         raise _refusal(
-            f"{name} is on the meta device, and {files.path} has no tensor of this name; give the "
-            "folder of this model, add adapters after offload_parameters, and call "
-            "model.tie_weights() before it if the model has ties"
+            f"a parameter of shape {list(param.shape)} cannot be filled ({error}); call "
+            "offload_parameters before other code uses the model"
         ) from None
-    if saved.shape != tuple(param.shape):
+
+
+def _fill_buffers(model: torch.nn.Module, files: WeightFiles) -> None:
+    """Takes persistent buffers from the files, as `load_state_dict` does.
+
+    Raises:
+        ConfigurationError: one is on the meta device, or of another shape.
+        OSError: a file cannot be read.
+    """
+    for prefix, module in model.named_modules():
+        for own, buffer in module._buffers.items():
+            name = f"{prefix}.{own}".lstrip(".")
+            if buffer is None:
+                continue
+            if own not in module._non_persistent_buffers_set and files.has(name):
+                value = _saved(files, [name], buffer).read()
+                if not buffer.is_meta:
+                    buffer.data.copy_(value)
+                    continue
+                module._buffers[own] = value.to(buffer.dtype)
+            elif buffer.is_meta:
+                raise _refusal(
+                    f"the buffer {name} is on the meta device, and no file has it; make the model "
+                    "under accelerate.init_empty_weights(), which leaves buffers in memory"
+                )
+
+
+def _saved(files: WeightFiles, names: Sequence[str], like: torch.Tensor) -> SavedTensor:
+    name = next(filter(files.has, names), None)
+    if name is None:
         raise _refusal(
-            f"{name} has shape {list(param.shape)}, and in {saved.path} {list(saved.shape)}; give "
+            f"{names[0]} is on the meta device, and {files.path} has no tensor of this name; give "
+            "the folder of this model, add adapters after offload_parameters, and call "
+            "model.tie_weights() before it if the model has ties; a model whose weights "
+            "transformers renames or joins when it loads them needs from_pretrained"
+        )
+    saved = files[name]
+    if saved.shape != tuple(like.shape):
+        raise _refusal(
+            f"{name} has shape {list(like.shape)}, and in {saved.path} {list(saved.shape)}; give "
             "the folder of this model"
+        )
+    if saved.dtype is None or saved.dtype.is_floating_point != like.is_floating_point():
+        raise _refusal(
+            f"{name} is saved in {saved.path} in a type that its layer does not compute in; a "
+            "quantized model needs from_pretrained"
         )
     return saved
 

@@ -268,7 +268,7 @@ def _part(
     moved = [of.stored_bytes(one) for one in large]
     encoded = [one for one in large if of.stored_bytes(one) < one.num_bytes]
     again = [one.num_bytes for one in (*of.replayed(work), *encoded)]
-    only_then = [one for one in large if one.only_for_replay or one in encoded]
+    only_then = [one for one in of.saved(work) if one.only_for_replay or one in encoded]
     selective = [of.stored_bytes(one) for one in large if one.name in work.selective]
     return PartProfile(
         name=work.name,
