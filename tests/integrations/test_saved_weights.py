@@ -101,6 +101,8 @@ def test_adapters_are_trained_as_on_a_model_in_memory(
     model = without_memory().requires_grad_(False)
     with offload_parameters(model, tmp_path, weights=folder, codec=codec) as offloaded:
         assert offloaded.window is not None
+        for unit in offloaded.window.units:
+            unit.wait_for_write()  # else it is taken back when it is needed, and written again
         model = with_adapters(model)
         assert train(model) == losses
         assert offloaded.statistics["written_bytes"] == offloaded.statistics["moved_bytes"]
