@@ -193,9 +193,10 @@ _install_frameworks() {
     _say "installing transformers, DeepSpeed and Lightning at pinned versions"
     # DeepSpeed is built here, without its CUDA operators, and looks at the PyTorch that is installed.
     DS_BUILD_OPS=0 _pip --no-build-isolation --editable "${OFFLOAD_ROOT}[dev,frameworks]"
-    # For tests that name it: in the environment itself, frameworks would find it and act otherwise.
+    # For tests that name it: in the environment itself, frameworks would find it and act otherwise. Not among the
+    # pins: PyTorch for CUDA asks for a version of its own.
     rm -rf "$venv/triton"
-    _pip --target "$venv/triton" --no-deps triton
+    _pip --target "$venv/triton" --no-deps triton==3.9.0
     printf '%s\n' "$wanted" >"$venv/.frameworks-stamp"
     _say "frameworks ready in $((SECONDS - started)) s"
 }

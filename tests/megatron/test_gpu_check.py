@@ -301,7 +301,7 @@ def test_the_first_lines_say_what_will_be_shown_and_how_long_it_takes(tmp_path: 
     assert "losses and gradients" in lines[1]
     everything = Settings(torch.device("cuda", 0), tmp_path, quick=False, seed=1, stress_s=60.0)
     head, *lines = gpu_check.announcement(tuple(gpu_check.SECTIONS), everything).splitlines()
-    assert "about 10 minutes" in head and len(lines) == len(gpu_check.SECTIONS)
+    assert "about 11 minutes" in head and len(lines) == len(gpu_check.SECTIONS)
 
 
 def test_the_saved_bytes_of_a_layer_are_counted_right() -> None:
