@@ -324,6 +324,29 @@ def test_a_file_that_changes_meanwhile_ends_the_training(folder: Path, tmp_path:
     offloaded.close(restore=False)
 
 
+def test_what_is_changed_behind_files_that_have_changed_is_written(
+    folder: Path, tmp_path: Path
+) -> None:
+    copied = tmp_path / "model"
+    copied.mkdir()
+    for one in folder.iterdir():
+        (copied / one.name).write_bytes(one.read_bytes())
+    other, model = in_memory(folder), without_memory().requires_grad_(False)
+    settings = {"weights": copied, "in_place": True, "live_units": 4}  # all are in memory
+    with offload_parameters(model, tmp_path, **settings) as offloaded:
+        tokens = torch.randint(VOCABULARY, (2, 8))
+        model(tokens)
+        for one in copied.glob("*.safetensors"):
+            one.write_bytes(one.read_bytes())
+        with torch.no_grad():
+            for layer in (*model.model.layers, *other.model.layers):
+                layer.mlp.up_proj.weight.mul_(2)
+        assert torch.equal(model(tokens).logits, other(tokens).logits)
+        assert_same(model.state_dict(), other.state_dict())
+        assert offloaded.window is not None
+        assert offloaded.window.units
+
+
 def test_layers_that_are_trained_or_of_another_type_are_written(
     folder: Path, tmp_path: Path
 ) -> None:

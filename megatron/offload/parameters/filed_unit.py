@@ -8,6 +8,7 @@ tiers like those of any other unit.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -60,7 +61,8 @@ class FiledUnit(CopiedToShow):
             self._take_notice()
             assert self.storage is not None
             if self.block is None and self._layout.slots == self._slots:
-                self.block = self._origin if self._origin.has(self.storage) else None
+                with contextlib.suppress(OSError):  # of files that have changed: it is written
+                    self.block = self._origin if self._origin.has(self.storage) else None
         return super().put_away(copies)
 
     @property
