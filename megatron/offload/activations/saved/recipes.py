@@ -55,7 +55,7 @@ from megatron.offload.activations.saved.view import SavedView
 from megatron.offload.errors import OffloadError
 
 _NUM_CHECKS = 2
-_MOST_UNSEEN = 4
+_MOST_UNSEEN = 4  # passes in which exact operands were missing, before a recipe is given up
 _MOST_DEPTH = 6  # replayed operands of replayed operands: all are in memory together
 _LEAST_GAIN = 4  # a recipe holds copies of parameters: they take less than this part of its result
 
@@ -114,7 +114,8 @@ class RecipeFinder:
             scope: that saves it.
             save: saves a tensor that autograd does not: at most half the bytes of the target.
         """
-        self.available.enter(scope, tensor)
+        if not self.available.is_exact:
+            self.available.enter(scope, tensor)
         base = tensor._base
         target = tensor if base is None else base
         node = node_of(target)
