@@ -290,6 +290,11 @@ class MovingStorage:
 
     # -- Where they are ---------------------------------------------------------------------------
 
+    @property
+    def _shown_block(self) -> Any:
+        """The block on a tier that has the bytes as tensors have them."""
+        return self.block
+
     def view(self) -> torch.UntypedStorage:
         """The bytes where they are, on the tier or in memory; changes of them stay.
 
@@ -297,7 +302,7 @@ class MovingStorage:
             OSError: the tier cannot show them, or has other bytes.
         """
         if self.where is Where.ON_TIER:
-            return self.block.tier.view(self.block)
+            return self._shown_block.tier.view(self._shown_block)
         assert self.storage is not None
         return self.storage
 
@@ -311,7 +316,7 @@ class MovingStorage:
         """
         assert self.where is Where.ON_TIER, self.where
         copied = own_pages(self.num_bytes)
-        self.block.tier.copy_view(self.block, copied)
+        self._shown_block.tier.copy_view(self._shown_block, copied)
         return copied
 
     def renew(self) -> None:

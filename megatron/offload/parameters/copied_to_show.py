@@ -24,7 +24,6 @@ from megatron.offload.moving.storage import Ended, Where
 from megatron.offload.parameters.parameter_places import Part
 from megatron.offload.parameters.unit import ParameterUnit
 from megatron.offload.sizes import format_size
-from megatron.offload.tiers.mapped import own_pages
 from megatron.offload.tiers.ssd import SsdTier
 from megatron.offload.tiers.tier import Tier
 
@@ -120,31 +119,13 @@ class CopiedToShow(ParameterUnit):
                 return block
         return None
 
-    def view(self) -> torch.UntypedStorage:
-        """The bytes where they are, on the tier or in memory; changes of them stay.
-
-        Raises:
-            OSError: the tier cannot show them, or has other bytes.
-        """
-        if not self._is_copied_to_show:
-            return super().view()
+    @property
+    def _shown_block(self) -> Any:
+        if not self._needs_copy:
+            return super()._shown_block
         if self._copy is None:  # another thread has given up a read meanwhile
             raise OSError("there is no copy to show")
-        shown: torch.UntypedStorage = self._copy.tier.view(self._copy)
-        return shown
-
-    def copy_of_view(self) -> torch.UntypedStorage:
-        """What `view` shows of bytes on a tier, in memory of its own on the host.
-
-        Raises:
-            OSError: it could not be read.
-            torch.OutOfMemoryError: the host has no memory for it.
-        """
-        if not self._is_copied_to_show:
-            return super().copy_of_view()
-        copied = own_pages(self.num_bytes)
-        self._copy.tier.copy_view(self._copy, copied)
-        return copied
+        return self._copy
 
     def renew(self) -> None:
         """Makes changes of the bytes that `view` shows part of the block on the tier.
