@@ -53,3 +53,18 @@ def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[obje
         tensor.device.index
     )
     return device
+
+
+def sample_values(group: int) -> torch.Tensor:
+    """Values that kernels are compared with operations of torch on: float32, in host memory.
+
+    Groups of all magnitudes, also below the smallest normal number; two have a NaN and an infinite
+    value, one is all zeros, the last is not whole.
+    """
+    powers = torch.arange(-148, 120, device="cpu").repeat_interleave(group)[: 267 * group + 61]
+    draw = torch.Generator().manual_seed(0)
+    sample = torch.randn(len(powers), generator=draw, dtype=torch.float32, device="cpu")
+    sample *= torch.exp2(powers.to(torch.float32))
+    sample[3 * group], sample[7 * group + 1] = float("nan"), float("-inf")
+    sample[11 * group : 12 * group] = 0
+    return sample

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from megatron.offload.errors import PARAMETERS_PREFIX
-from megatron.offload.machine.device_kernels import load_kernels
+from megatron.offload.machine.device_kernels import load_kernels, sample_values
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -187,13 +187,7 @@ def kernels_agree(kernels: Any, device: torch.device) -> bool:
         kernels: has `decode`, as `weight_codec_on_gpu.py`.
         device: where they run.
     """
-    # Magnitudes of all powers, also below the smallest normal number; one group is not whole.
-    powers = torch.arange(-148, 120, device="cpu").repeat_interleave(128)[: 267 * 128 + 61]
-    draw = torch.Generator().manual_seed(0)
-    sample = torch.randn(len(powers), generator=draw, dtype=torch.float32, device="cpu")
-    sample *= torch.exp2(powers.to(torch.float32))
-    sample[3 * 128], sample[7 * 128 + 1] = float("nan"), float("-inf")
-    sample[11 * 128 : 12 * 128] = 0
+    sample = sample_values(128)
     for codec in CODECS.values():
         for dtype in TYPES:
             values = sample.to(device=device, dtype=dtype)

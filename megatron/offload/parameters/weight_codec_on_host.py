@@ -7,15 +7,17 @@ compiles.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
-import numba
 import numpy
 import torch
 
-_INFINITE = numpy.uint32(0x7F800000)  # the bits of an infinite float32; those of NaN are above
-_INTEGERS = {4: torch.uint32, 2: torch.uint16}
+from megatron.offload.activations.saved.quantization_on_host import (
+    INFINITE,
+    INTEGERS,
+    compiled,
+    rounded,
+)
 
 
 def encode(
@@ -34,7 +36,7 @@ def encode(
         between: halfway between 16 levels, shape [15]; None: there are 255, evenly spaced.
         group: values that share a scale.
     """
-    kind = _INTEGERS[values.element_size()]
+    kind = INTEGERS[values.element_size()]
     integers = values.view(kind).numpy(), levels.numpy(), scales.view(kind).numpy()
     if between is None:
         _encode_1(*integers, group)
@@ -59,7 +61,7 @@ def decode(
             which are evenly spaced.
         group: values that share a scale.
     """
-    kind = _INTEGERS[out.element_size()]
+    kind = INTEGERS[out.element_size()]
     integers = levels.numpy(), scales.view(kind).numpy(), out.view(kind).numpy()
     if pairs is None:
         _decode_1(*integers, group)
@@ -67,23 +69,7 @@ def decode(
         _decode_2(*integers, pairs.numpy(), group)
 
 
-def _compiled(function: Any) -> Any:
-    made = numba.njit(nogil=True, error_model="numpy")(function)
-    with contextlib.suppress(RuntimeError):  # no directory can be written: each process compiles
-        made.enable_caching()
-    return made
-
-
-@_compiled
-def _rounded(bits: Any) -> Any:
-    """The bits of the nearest bfloat16 of a float32's bits, the even one of two."""
-    if bits & numpy.uint32(0x7FFFFFFF) > _INFINITE:
-        return numpy.uint16(0x7FC0)
-    odd = (bits >> numpy.uint32(16)) & numpy.uint32(1)
-    return numpy.uint16((bits + numpy.uint32(0x7FFF) + odd) >> numpy.uint32(16))
-
-
-@_compiled
+@compiled
 def _encode_1(values: Any, levels: Any, scales: Any, size: Any) -> None:
     shift = numpy.uint32(0 if values.itemsize == 4 else 16)
     group_bits = numpy.empty(size, numpy.uint32)
@@ -101,7 +87,7 @@ def _encode_1(values: Any, levels: Any, scales: Any, size: Any) -> None:
         scales[place] = largest >> shift
         one_bits[0] = largest
         scale = one[0]
-        if largest >= _INFINITE or scale == numpy.float32(0):
+        if largest >= INFINITE or scale == numpy.float32(0):
             levels[start : start + length] = 0
             continue
         for i in range(length):
@@ -109,7 +95,7 @@ def _encode_1(values: Any, levels: Any, scales: Any, size: Any) -> None:
             levels[start + i] = numpy.uint8(numpy.int8(number))
 
 
-@_compiled
+@compiled
 def _encode_2(values: Any, levels: Any, scales: Any, between: Any, size: Any) -> None:
     shift = numpy.uint32(0 if values.itemsize == 4 else 16)
     group_bits = numpy.empty(size, numpy.uint32)
@@ -129,7 +115,7 @@ def _encode_2(values: Any, levels: Any, scales: Any, between: Any, size: Any) ->
         scales[place] = largest >> shift
         one_bits[0] = largest
         scale = one[0]
-        if largest >= _INFINITE or scale == numpy.float32(0):
+        if largest >= INFINITE or scale == numpy.float32(0):
             group_bits[:] = 0
             scale = numpy.float32(1)
         for i in range(size):
@@ -144,7 +130,7 @@ def _encode_2(values: Any, levels: Any, scales: Any, between: Any, size: Any) ->
             levels[start // 2 + i] = pair
 
 
-@_compiled
+@compiled
 def _decode_1(levels: Any, scales: Any, out: Any, size: Any) -> None:
     is_wide = out.itemsize == 4
     shift = numpy.uint32(0 if is_wide else 16)
@@ -165,11 +151,11 @@ def _decode_1(levels: Any, scales: Any, out: Any, size: Any) -> None:
                 out[start + i] = group_bits[i]
         else:
             for i in range(length):
-                out[start + i] = _rounded(group_bits[i])
+                out[start + i] = rounded(group_bits[i])
 
 
 # The rest is that of `_decode_1`, written out: numba makes slower code of a function for both.
-@_compiled
+@compiled
 def _decode_2(levels: Any, scales: Any, out: Any, pairs: Any, size: Any) -> None:
     is_wide = out.itemsize == 4
     shift = numpy.uint32(0 if is_wide else 16)
@@ -191,4 +177,4 @@ def _decode_2(levels: Any, scales: Any, out: Any, pairs: Any, size: Any) -> None
                 out[start + i] = group_bits[i]
         else:
             for i in range(length):
-                out[start + i] = _rounded(group_bits[i])
+                out[start + i] = rounded(group_bits[i])

@@ -30,7 +30,7 @@ import torch
 
 from megatron.offload.activations.saved.rounding_noise import GROUP, noise_of
 from megatron.offload.errors import PREFIX
-from megatron.offload.machine.device_kernels import load_kernels
+from megatron.offload.machine.device_kernels import load_kernels, sample_values
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -200,13 +200,7 @@ def kernels_agree(kernels: Any, device: torch.device) -> bool:
         kernels: has `encode` and `decode`, as `quantization_on_gpu.py`.
         device: where they run.
     """
-    # Magnitudes of all powers, also below the smallest normal number; one group is not whole.
-    powers = torch.arange(-148, 120, device="cpu").repeat_interleave(GROUP)[: 267 * GROUP + 61]
-    draw = torch.Generator().manual_seed(0)
-    sample = torch.randn(len(powers), generator=draw, dtype=torch.float32, device="cpu")
-    sample *= torch.exp2(powers.to(torch.float32))
-    sample[3 * GROUP], sample[7 * GROUP + 1] = float("nan"), float("-inf")
-    sample[11 * GROUP : 12 * GROUP] = 0
+    sample = sample_values(GROUP)
     for one in (INT8, INT4):
         for dtype in TYPES:
             values = sample.to(device=device, dtype=dtype)

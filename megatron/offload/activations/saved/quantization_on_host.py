@@ -23,7 +23,7 @@ from megatron.offload.activations.saved.rounding_noise import (
     keys_of_places,
 )
 
-_INFINITE = 0x7F800000  # the bits of an infinite float32; those of NaN are above
+INFINITE = 0x7F800000  # the bits of an infinite float32; those of NaN are above
 _NAN = 0x7FC0  # of bfloat16
 _LARGEST_8, _LARGEST_4 = numpy.float32(127), numpy.float32(7)
 _FIRST_FACTOR, _SECOND_FACTOR = numpy.uint32(FIRST_FACTOR), numpy.uint32(SECOND_FACTOR)
@@ -37,37 +37,38 @@ _FACTORS, _KEYS = (
 def encode(values: torch.Tensor, out: torch.Tensor, scales: torch.Tensor, bits: int) -> None:
     """Writes the multiples and the scales of values: float32 or bfloat16, in host memory."""
     kernel = _encode_8 if bits == 8 else _encode_4
-    as_integers = values.detach().view(_INTEGERS[values.element_size()])
+    as_integers = values.detach().view(INTEGERS[values.element_size()])
     kernel(as_integers.numpy(), out.numpy(), scales.view(torch.uint16).numpy())
 
 
 def decode(multiples: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, bits: int) -> None:
     """Writes the values: float32 or bfloat16, in host memory."""
     kernel = _decode_8 if bits == 8 else _decode_4
-    as_integers = out.view(_INTEGERS[out.element_size()])
+    as_integers = out.view(INTEGERS[out.element_size()])
     kernel(multiples.numpy(), scales.view(torch.uint16).numpy(), as_integers.numpy())
 
 
-_INTEGERS = {4: torch.uint32, 2: torch.uint16}
+INTEGERS = {4: torch.uint32, 2: torch.uint16}
 
 
-def _compiled(function: Any) -> Any:
+def compiled(function: Any) -> Any:
+    """Machine code of a function, kept for other processes where a directory can be written."""
     made = numba.njit(nogil=True, error_model="numpy")(function)
     with contextlib.suppress(RuntimeError):  # no directory can be written: each process compiles
         made.enable_caching()
     return made
 
 
-@_compiled
-def _rounded(bits: Any) -> Any:
+@compiled
+def rounded(bits: Any) -> Any:
     """The bits of the nearest bfloat16 of a float32's bits, the even one of two."""
-    if bits & numpy.uint32(0x7FFFFFFF) > numpy.uint32(_INFINITE):
+    if bits & numpy.uint32(0x7FFFFFFF) > numpy.uint32(INFINITE):
         return numpy.uint16(_NAN)
     odd = (bits >> numpy.uint32(16)) & numpy.uint32(1)
     return numpy.uint16((bits + numpy.uint32(0x7FFF) + odd) >> numpy.uint32(16))
 
 
-@_compiled
+@compiled
 def _mixed(bits: Any) -> Any:
     """As in `rounding_noise.py`, without a sign."""
     bits = numpy.uint32((bits ^ (bits >> numpy.uint32(16))) * _FIRST_FACTOR)
@@ -75,7 +76,7 @@ def _mixed(bits: Any) -> Any:
     return numpy.uint32(bits ^ (bits >> numpy.uint32(16)))
 
 
-@_compiled
+@compiled
 def _encode_8(values: Any, out: Any, scales: Any) -> None:
     most = _LARGEST_8
     shift = numpy.uint32(0 if values.itemsize == 4 else 16)
@@ -93,10 +94,10 @@ def _encode_8(values: Any, out: Any, scales: Any) -> None:
             largest = max(largest, bits & numpy.uint32(0x7FFFFFFF))
         one_bits[0] = largest
         one[0] = one[0] / most
-        scales[place] = _rounded(one_bits[0])
+        scales[place] = rounded(one_bits[0])
         one_bits[0] = numpy.uint32(scales[place]) << numpy.uint32(16)
         scale = one[0]
-        if largest >= numpy.uint32(_INFINITE) or scale == numpy.float32(0):
+        if largest >= numpy.uint32(INFINITE) or scale == numpy.float32(0):
             out[start : start + length] = 0
             continue
         for i in range(length):
@@ -104,7 +105,7 @@ def _encode_8(values: Any, out: Any, scales: Any) -> None:
             out[start + i] = numpy.uint8(numpy.int8(multiple))
 
 
-@_compiled
+@compiled
 def _encode_4(values: Any, out: Any, scales: Any) -> None:
     most = _LARGEST_4
     shift = numpy.uint32(0 if values.itemsize == 4 else 16)
@@ -130,14 +131,14 @@ def _encode_4(values: Any, out: Any, scales: Any) -> None:
         one_bits[0] = largest
         one[0] = one[0] / most
         bits = one_bits[0]
-        if largest >= numpy.uint32(_INFINITE):
-            scales[place] = _rounded(bits)
+        if largest >= numpy.uint32(INFINITE):
+            scales[place] = rounded(bits)
         else:
             scales[place] = numpy.uint16((bits + numpy.uint32(0xFFFF)) >> numpy.uint32(16))
         one_bits[0] = numpy.uint32(scales[place]) << numpy.uint32(16)
         scale = one[0]
         end = start // 2 + (length + 1) // 2
-        if largest >= numpy.uint32(_INFINITE) or scale == numpy.float32(0):
+        if largest >= numpy.uint32(INFINITE) or scale == numpy.float32(0):
             out[start // 2 : end] = 0x88
             continue
         hashed = _mixed(hashed)
@@ -150,7 +151,7 @@ def _encode_4(values: Any, out: Any, scales: Any) -> None:
             out[start // 2 + i] = levels[2 * i] | levels[2 * i + 1] << numpy.uint8(4)
 
 
-@_compiled
+@compiled
 def _decode_8(multiples: Any, scales: Any, out: Any) -> None:
     is_wide = out.itemsize == 4
     group = numpy.empty(GROUP, numpy.float32)
@@ -169,11 +170,11 @@ def _decode_8(multiples: Any, scales: Any, out: Any) -> None:
                 out[start + i] = group_bits[i]
         else:
             for i in range(length):
-                out[start + i] = _rounded(group_bits[i])
+                out[start + i] = rounded(group_bits[i])
 
 
 # Its end is that of `_decode_8`, written out: numba makes slower code of a function for both.
-@_compiled
+@compiled
 def _decode_4(multiples: Any, scales: Any, out: Any) -> None:
     is_wide = out.itemsize == 4
     group = numpy.empty(GROUP, numpy.float32)
@@ -194,4 +195,4 @@ def _decode_4(multiples: Any, scales: Any, out: Any) -> None:
                 out[start + i] = group_bits[i]
         else:
             for i in range(length):
-                out[start + i] = _rounded(group_bits[i])
+                out[start + i] = rounded(group_bits[i])
