@@ -94,7 +94,6 @@ def config_of(args: argparse.Namespace) -> Any:
         num_attention_heads=args.hidden // 64,
         num_key_value_heads=args.hidden // 64,
         dtype="bfloat16",
-        use_cache=False,
     )
 
 

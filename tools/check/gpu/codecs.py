@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
@@ -18,6 +17,7 @@ from check.gpu.result import Section
 from check.gpu.settings import Settings
 from megatron.offload.activations.saved import quantization
 from megatron.offload.activations.saved.quantization import INT4, INT8, Quantization
+from megatron.offload.device.open import open_device
 from megatron.offload.parameters import weight_codec
 from megatron.offload.parameters.weight_codec import CODECS, WeightCodec
 
@@ -106,17 +106,11 @@ def _rates(codec: Quantization | WeightCodec, values: torch.Tensor) -> tuple[flo
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The median of a few turns."""
+    """The median of a few turns, as the device saw it."""
+    clock = open_device(device)
     found = []
     for _ in range(_TURNS):
-        _wait(device)
-        began = time.perf_counter()
+        began = clock.timestamp()
         work()
-        _wait(device)
-        found.append(time.perf_counter() - began)
+        found.append(clock.seconds_between(began, clock.timestamp()))
     return statistics.median(found)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
