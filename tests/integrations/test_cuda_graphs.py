@@ -150,7 +150,8 @@ def test_graphs_on_a_gpu_have_the_same_bits(tmp_path: Path, way: str) -> None:
         model = torch.nn.Sequential(*layers).cuda()
         x = torch.randn(256, 512, device="cuda", requires_grad=True)
         if way == "graphed callables":
-            torch.cuda.make_graphed_callables(model[1], (x,))
+            # It copies what the layer gets into the sample, so that is nothing else's input.
+            torch.cuda.make_graphed_callables(model[1], (torch.randn_like(x, requires_grad=True),))
         elif way == "reduce-overhead":
             model[1].compile(mode="reduce-overhead")
         with offload_activations(model, tmp_path, mode=mode, min_bytes=1):

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,10 @@ from megatron.offload import (
     offload_optimizer,
     offload_parameters,
 )
+from megatron.offload.device.open import open_device
 from megatron.offload.errors import LostStateError
 from megatron.offload.integration.torch.parameter_offload import ParameterOffload
+from megatron.offload.moving.memory import open_staying_memory
 from megatron.offload.moving.storage import Where
 from megatron.offload.parameters.unit import ParameterUnit
 from megatron.offload.sizes import MIB
@@ -25,6 +29,7 @@ from tests.support.beneath import beneath
 from tests.support.frozen import round_matrices
 from tests.support.lag.module import LagModule
 from tests.support.training import Stack, moving
+from tests.support.waiting import SOON_S
 
 DEVICE = "lag:1"  # new threads stand on another one
 HIDDEN, LAYERS, MICRO_BATCHES, STEPS = 32, 5, 3, 3
@@ -172,6 +177,105 @@ def test_device_memory_holds_no_more_than_what_may_live(lag: LagModule, tmp_path
     assert lag.memory_reserved(DEVICE) - before <= 4 * wide.layer_bytes
     lag.reset()
     wide.handle.close()
+
+
+def test_the_host_runs_ahead_and_memory_is_filled_when_layers_have_used_it(
+    lag: LagModule, tmp_path: Path
+) -> None:
+    """All layers are launched before the first one runs, in the memory of three of them."""
+    wide, main = Wide(tmp_path, mode="host"), lag.current_stream(DEVICE)
+    weights = [unit.params[0] for unit in wide.units]
+    twin = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(8)))
+    wide.handle.expose()
+    for layer, weight in zip(twin, weights, strict=True):
+        layer.weight.data.copy_(weight)
+    x = torch.ones(1, 512)
+    with torch.no_grad():
+        expected = twin(x)
+        for _ in range(2):  # everything has been somewhere
+            assert torch.equal(wide.model(x.to(DEVICE)).cpu(), expected)
+    lag.synchronize(DEVICE)
+    lag.empty_cache()
+    most = lag.memory_reserved(DEVICE) + wide.layer_bytes
+    on_device, found = x.to(DEVICE), []
+
+    def launch() -> None:
+        with torch.no_grad():
+            found.append(wide.model(on_device))
+
+    with lag.held(main):
+        thread = threading.Thread(target=launch)
+        thread.start()
+        thread.join(SOON_S)
+        assert found, "the host waited for the device"
+        assert lag.memory_reserved(DEVICE) <= most
+    assert torch.equal(found[0].cpu(), expected)
+    thread.join()
+    wide.handle.close()
+
+
+def test_what_comes_next_waits_for_nothing_that_was_queued_since_a_unit_left(
+    lag: LagModule, tmp_path: Path
+) -> None:
+    """A unit that has changed is let go when its write has ended, in a thread of the tier."""
+    wide, main = Wide(tmp_path, mode="host"), lag.current_stream(DEVICE)
+    wide.settle()
+    assert wide.handle.window is not None
+    window = wide.handle.window
+    window.use(0, 1)
+    with window.changing([wide.units[0].params[0]]), torch.no_grad():
+        wide.units[0].params[0].fill_(1)
+    with contextlib.ExitStack() as later:
+        with lag.held(window.device._store):  # so its write does not end
+            window.use(4, 1)
+            main.synchronize()
+            later.enter_context(lag.held(main))
+        wide.units[0].wait_for_write()
+        event = window.device.record_event(window.device._load)
+        thread = threading.Thread(target=event.synchronize)
+        thread.start()
+        thread.join(SOON_S)
+        assert not thread.is_alive(), "copies wait for what was queued since"
+    wide.handle.close()
+
+
+def test_memory_that_is_dropped_is_kept_for_those_that_use_it(
+    lag: LagModule, tmp_path: Path
+) -> None:
+    main = lag.current_stream(DEVICE)
+    memory = open_staying_memory(512 * 512 * 4, open_device(torch.device(DEVICE)))
+    device = open_device(torch.device(DEVICE))
+    memory.use_after(device, [device.restored_is_free()])
+    ones = torch.empty(0, device=DEVICE).set_(memory.storage).fill_(1)
+    place = ones.data_ptr()
+    with lag.held(main):
+        total = ones.sum()
+        del ones, memory
+        other = device.new_restored(512 * 512 * 4).data_ptr()
+    assert other != place
+    assert total.item() == 512 * 512
+
+
+def test_encoded_bytes_are_overwritten_when_they_are_decoded(lag: LagModule) -> None:
+    """Frozen layers in few bits, launched before the first one runs."""
+    main, x = lag.current_stream(DEVICE), torch.randn(1, 512)
+    layers = [torch.nn.Linear(512, 512, bias=False).requires_grad_(False) for _ in range(8)]
+    model = torch.nn.Sequential(*layers)
+    round_matrices(model, "int8")
+    with torch.no_grad():
+        expected = model(x)
+    on_device = x.to(DEVICE)
+    with offload_parameters(
+        model.to(DEVICE), layers=[torch.nn.Linear], mode="host", codec="int8"
+    ) as handle:
+        with torch.no_grad():
+            assert torch.equal(model(on_device).cpu(), expected)
+            assert handle.window is not None
+            for unit in handle.window.units:
+                unit.wait_for_write()
+            with lag.held(main):
+                found = model(on_device)
+        assert torch.equal(found.cpu(), expected)
 
 
 def test_half_of_what_the_layers_take_is_enough(lag: LagModule, tmp_path: Path) -> None:

@@ -101,6 +101,7 @@ _READER, _WRITER, _BOUNCE = (
 _STORAGE, _ONLY_COPY = "moving/storage.py", "moving/only_copy.py"
 _STEP_ON_HOST = "states/step_on_host.py"
 _ASIDE, _GRADIENTS = "activations/capture/tensor_swapper.py", "parameters/gradients.py"
+_MEMORY = "moving/memory.py"
 _UNIT = "parameters/unit.py"
 _COPY_TO_HOST = (
     "_bytes_at(address, content.nbytes).copy_(content, non_blocking=True)\n"
@@ -236,7 +237,7 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "compute does not wait for what was copied back",
         _ALL,
-        ((_ACCELERATOR, "AcceleratorDevice.use_after", "stream.wait_event(event)", "pass"),),
+        ((_ACCELERATOR, "AcceleratorDevice.wait_on_stream", "stream.wait_event(event)", "pass"),),
     ),
     Mistake(
         "the main stream waits for what was copied back, whatever stream uses it",
@@ -244,7 +245,7 @@ MISTAKES: tuple[Mistake, ...] = (
         (
             (
                 _ACCELERATOR,
-                "AcceleratorDevice.use_after",
+                "AcceleratorDevice.wait_on_stream",
                 "self.current_stream()",
                 "self._module.default_stream(self.device)",
             ),
@@ -279,7 +280,7 @@ MISTAKES: tuple[Mistake, ...] = (
             (
                 _ACCELERATOR,
                 "AcceleratorDevice.use_after",
-                "_bytes_of(storage).record_stream(stream)",
+                "_bytes_of(storage).record_stream(self.current_stream())",
                 "",
             ),
         ),
@@ -484,7 +485,7 @@ MISTAKES: tuple[Mistake, ...] = (
             (
                 _STORAGE,
                 "MovingStorage.use_here",
-                "self._device.use_after(self.storage, self._events)",
+                "self._memory.use_after(self._device, self._events)",
                 "pass",
             ),
         ),
@@ -630,7 +631,7 @@ MISTAKES: tuple[Mistake, ...] = (
             (
                 _STORAGE,
                 "MovingStorage.use_here",
-                "self._device.use_after(self.storage, self._events)",
+                "self._memory.use_after(self._device, self._events)",
                 "pass",
             ),
         ),
@@ -667,21 +668,7 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "a unit's memory is reused while layers are still to read it",
         _PARAMETERS,
-        (
-            (
-                _STORAGE,
-                "MovingStorage.use_here",
-                "self._device.use_after(self.storage, self._events)",
-                "for event in self._events:\n"
-                "        self._device.current_stream().wait_event(event)",
-            ),
-            (
-                _UNIT,
-                "ParameterUnit.put_away",
-                "self._device.wait_for_event(self._device.record_event())",
-                "pass",
-            ),
-        ),
+        ((_MEMORY, "_DeviceMemory.leave", "self._device.refill_after(streams)", "pass"),),
     ),
     Mistake(
         "a unit's memory is compute's, and no stream waits for its former use",

@@ -26,10 +26,10 @@ def test_each_can_be_made_in_the_package_as_it_is(mistake: Mistake) -> None:
 
 def test_a_mistake_is_there_within_the_context_and_nowhere_else() -> None:
     mistake = next(one for one in MISTAKES if "compute does not wait" in one.what)
-    right = AcceleratorDevice.use_after
+    right = AcceleratorDevice.wait_on_stream
     with made(mistake):
-        wrong = AcceleratorDevice.use_after
+        wrong = AcceleratorDevice.wait_on_stream
         assert wrong is not right
         assert "wait_event" in right.__code__.co_names
         assert "wait_event" not in wrong.__code__.co_names
-    assert AcceleratorDevice.use_after is right
+    assert AcceleratorDevice.wait_on_stream is right

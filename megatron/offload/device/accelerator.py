@@ -124,10 +124,19 @@ class AcceleratorDevice:
 
     def use_after(self, storage: torch.UntypedStorage, events: Iterable[Any]) -> None:
         """The calling thread's stream waits for events, and the memory is kept until it has run."""
+        self.wait_on_stream(events)
+        _bytes_of(storage).record_stream(self.current_stream())
+
+    def wait_on_stream(self, events: Iterable[Any]) -> None:
+        """The calling thread's stream waits for events."""
         stream = self.current_stream()
         for event in events:
             stream.wait_event(event)
-        _bytes_of(storage).record_stream(stream)
+
+    def refill_after(self, streams: Iterable[Any]) -> None:
+        """The stream of copies from the host waits for what these have queued."""
+        for stream in streams:
+            self._load.wait_event(self.record_event(stream))
 
     def used_on(self, tensor: torch.Tensor, stream: Any) -> None:
         """Has the allocator keep a tensor's memory, once it is freed, until the stream has run."""

@@ -90,6 +90,12 @@ class CpuDevice:
     def use_after(self, storage: torch.UntypedStorage, events: Iterable[None]) -> None:
         """Does nothing: whatever came before has been done."""
 
+    def wait_on_stream(self, events: Iterable[None]) -> None:
+        """Does nothing."""
+
+    def refill_after(self, streams: Iterable[None]) -> None:
+        """Does nothing."""
+
     def used_on(self, tensor: torch.Tensor, stream: None) -> None:
         """Does nothing: a CPU has no streams."""
 

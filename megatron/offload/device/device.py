@@ -24,6 +24,9 @@ comes when their bytes have arrived.
   (`used_on`, `Reader.note_use`). An operation that saves nothing of what it reads is seen by no
   hook: where it is on a stream of its own, the script has to hold the tensor until the streams have
   met, or to call `record_stream`.
+- Parameters leave long before the device has come to their last use, and the next ones are to come
+  into their memory. There the copies from the host wait, on the device, for the streams that have
+  used it (`refill_after`), and the allocator need not.
 - The host memory at the other end of a copy is reused when the copy's event has come. A thread that
   wants a staging buffer waits for that; for whole storages a thread of the tier does.
 So the thread that trains never waits for a copy back. In backward it waits for a drive's read that
@@ -159,6 +162,21 @@ class Device(Protocol):
         Args:
             storage: whose memory may belong to another stream.
             events: after which it has its bytes.
+        """
+        ...
+
+    def wait_on_stream(self, events: Iterable[Any]) -> None:
+        """Operations that the calling thread queues from now on wait for events, on the device."""
+        ...
+
+    def refill_after(self, streams: Iterable[Any]) -> None:
+        """Copies from the host that are queued from now on wait for what streams have queued.
+
+        So memory of `new_restored` that these streams have used, and no others, may be freed at
+        once: the next owner of it waits for the event of `restored_is_free`.
+
+        Args:
+            streams: of `current_stream`.
         """
         ...
 

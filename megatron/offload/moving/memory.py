@@ -5,7 +5,8 @@ allocated again (`open_staying_memory`)."""
 from __future__ import annotations
 
 import mmap
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -27,6 +28,14 @@ class Memory(Protocol):
 
     def took(self, storage: torch.UntypedStorage) -> None:
         """A read into this storage has begun."""
+        ...
+
+    def use_after(self, device: Device, events: Sequence[Any]) -> None:
+        """Operations that the calling thread queues from now on may use it: `Device.use_after`."""
+        ...
+
+    def leave(self) -> None:
+        """No operation uses it from now on: what it holds next waits for those that are queued."""
         ...
 
     def release(self) -> None:
@@ -57,6 +66,14 @@ class FreshMemory:
         """It is the memory from now on."""
         self.storage = storage
 
+    def use_after(self, device: Device, events: Sequence[Any]) -> None:
+        """The allocator keeps the memory until the calling thread's stream has run."""
+        assert self.storage is not None
+        device.use_after(self.storage, events)
+
+    def leave(self) -> None:
+        """Does nothing: the allocator keeps what is dropped for the streams that use it."""
+
     def release(self) -> None:
         """Drops the storage."""
         self.storage = None
@@ -76,6 +93,14 @@ class StayingMemory(Protocol):
 
     def took(self, storage: torch.UntypedStorage) -> None:
         """A read has begun."""
+        ...
+
+    def use_after(self, device: Device, events: Sequence[Any]) -> None:
+        """Operations that the calling thread queues from now on may use it: `Device.use_after`."""
+        ...
+
+    def leave(self) -> None:
+        """No operation uses it from now on: what it holds next waits for those that are queued."""
         ...
 
     def release(self) -> None:
@@ -100,15 +125,30 @@ class _StayingPages:
     def took(self, storage: torch.UntypedStorage) -> None:
         pass
 
+    def use_after(self, device: Device, events: Sequence[Any]) -> None:
+        pass
+
+    def leave(self) -> None:
+        pass
+
     def release(self) -> None:
         self._pages.release()
 
 
 class _DeviceMemory:
+    """Not kept by the allocator for streams that use it: it is released while they are to run."""
+
     def __init__(self, num_bytes: int, device: Device) -> None:
         self.storage = device.new_restored(num_bytes)
         self._num_bytes = num_bytes
         self._device = device
+        self._streams: list[Any] = []  # that use it
+
+    def __del__(self) -> None:
+        # It was not released: the storage is dropped, now or by others that have it.
+        for stream in self._streams:
+            used = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+            self._device.used_on(used.set_(self.storage), stream)
 
     def for_read(self) -> torch.UntypedStorage:
         self._device.alloc_storage(self.storage, self._num_bytes)
@@ -117,5 +157,15 @@ class _DeviceMemory:
     def took(self, storage: torch.UntypedStorage) -> None:
         pass
 
+    def use_after(self, device: Device, events: Sequence[Any]) -> None:
+        device.wait_on_stream(events)
+        if (stream := device.current_stream()) not in self._streams:
+            self._streams.append(stream)
+
+    def leave(self) -> None:
+        streams, self._streams = self._streams, []
+        self._device.refill_after(streams)
+
     def release(self) -> None:
+        self.leave()
         self._device.free_storage(self.storage)

@@ -136,7 +136,7 @@ class MovingStorage:
         return self.storage, after
 
     def let_go(self) -> None:
-        """Releases the memory of bytes that are on the tier; no operation on it is queued."""
+        """Releases the memory of bytes that are on the tier."""
         assert self.where is Where.IN_MEMORY and self.block is not None, self.where
         assert self._memory is not None
         self.where = Where.ON_TIER
@@ -267,8 +267,8 @@ class MovingStorage:
 
     def use_here(self) -> None:
         """The calling thread's stream uses the bytes from now on; they are in memory."""
-        assert self.storage is not None
-        self._device.use_after(self.storage, self._events)
+        assert self._memory is not None
+        self._memory.use_after(self._device, self._events)
 
     def give_up_read(self) -> None:
         """The bytes are not needed yet: cancels a read under way and releases its memory.

@@ -139,11 +139,13 @@ class EncodedUnit(CopiedToShow):
             if self._read is None:  # it was given up
                 return ()
             assert self._memory is not None
-            self._device.use_after(self._read, events)
             storage = self._memory.for_read()
             assert storage is not None
-            self._device.use_after(storage, [self._device.restored_is_free()])
-            self.encoding.decode(self._read, storage)
+            self._memory.use_after(self._device, [*events, self._device.restored_is_free()])
+            try:
+                self.encoding.decode(self._read, storage)
+            finally:  # what is read next may take the memory of what was encoded
+                self._device.refill_after([self._device.current_stream()])
             return () if self._device.is_host else (self._device.record_event(),)
 
     def read(self) -> None:

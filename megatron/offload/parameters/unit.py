@@ -16,10 +16,9 @@ values. A script that has kept the old memory (to put it back after an average o
 used) finds it unchanged.
 
 Note [Leaving a device]
-The host runs ahead of a device. Memory freed while kernels that use it are queued cannot be reused,
-so the next unit would need new memory. `put_away` therefore waits until the device has finished the
-unit; the thread that trains waits with it, while reads go on. The next unit, which is in memory,
-is launched that much later: some 100 us a unit, against all micro-batches of its layers.
+The host runs ahead of a device, and must: while it launches a layer, the device computes those
+before. So `put_away` waits for nothing. Memory is released while kernels that use it are queued,
+and the next unit gets it; the copy into it waits for them on the device (`Device.refill_after`).
 """
 
 from __future__ import annotations
@@ -91,10 +90,11 @@ class ParameterUnit(MovingStorage):
         self._take_notice()
         self._places.detach()
         if self.block is not None:
-            self._device.wait_for_event(self._device.record_event())  # Note [Leaving a device]
-            self.let_go()
+            self.let_go()  # Note [Leaving a device]
             return True
         if copies.put_away(self):
+            assert self._memory is not None
+            self._memory.leave()  # before an I/O thread releases it, which may be long after
             return True
         self._places.attach()
         return False
@@ -189,7 +189,8 @@ class ParameterUnit(MovingStorage):
                 self.renew()  # other parameters may have been changed on the tier
             self.read()  # for the other parameters, and for holders of old views
             parts = self._places.held_by_parts()
-            self._device.wait_for_event(self._device.record_event())  # Note [Leaving a device]
+            # The old memory is not refilled but dropped: the allocator keeps it until kernels end.
+            self._device.wait_for_event(self._device.record_event())
             self._take_memory(self._places.held())
             for index, value in parts.items():
                 self._places.part_in_memory(index).copy_(value)
@@ -261,7 +262,7 @@ class ParameterUnit(MovingStorage):
         layout = Layout({(index, _KEY): value for index, value in enumerate(values)})
         memory = open_staying_memory(layout.num_bytes, self._device)
         events = [self._device.restored_is_free()]  # after these it may be written
-        self._device.use_after(memory.storage, events)
+        memory.use_after(self._device, events)
         views = layout.views(memory.storage)
         for index, value in enumerate(values):
             views[index, _KEY].copy_(value)

@@ -19,7 +19,7 @@ from megatron.offload.activations.saved.quantization_on_gpu import (
 )
 from megatron.offload.machine.device_kernels import on_device_of
 
-_VALUES = 2048  # of a program
+_VALUES_8, _VALUES_4 = 2048, 512  # of a program
 _WARPS = 4
 
 
@@ -36,7 +36,7 @@ def decode(
     chosen, tables = (_decode_8, ()) if pairs is None else (_decode_4, (pairs,))
     if pairs is None:
         levels = levels.view(torch.int8)
-    groups = _VALUES // group
+    groups = (_VALUES_8 if pairs is None else _VALUES_4) // group
     with on_device_of(out):
         chosen[(triton.cdiv(len(scales), groups),)](
             levels,

@@ -19,11 +19,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from check.gpu.parity import deterministic, same_bits
 from check.gpu_day.job import Skip
-from check.gpu_day.models import make_model, make_tokens
+from check.gpu_day.models import add_adapters, make_model, make_tokens
 from check.gpu_day.settings import Settings, Shape
 from check.gpu_day.ways import start_process_group
 from megatron.offload import LayerMajor, offload_activations, offload_optimizer, offload_parameters
 from megatron.offload.machine import vector_math
+from megatron.offload.parameters.weight_codec import CODECS
 
 Note = Callable[[dict[str, Any]], None]
 _NUM_STEPS, _MICRO_BATCHES = 3, 2
@@ -42,7 +43,9 @@ class Door:
         parameters: of `offload_parameters`.
         layer_major: steps run unit by unit.
         trainer: transformers' Trainer trains, and `OffloadCallback` is the door.
-        model: `compiled`, `reduce-overhead`, `checkpointing` or `fsdp2`: with the door and without.
+        codec: of `offload_parameters`; the training without rounds the same weights in memory.
+        model: `compiled`, `reduce-overhead`, `checkpointing`, `fsdp2` or `adapters`: with the door
+            and without.
     """
 
     activations: str | None = None
@@ -51,12 +54,13 @@ class Door:
     parameters: str | None = None
     layer_major: bool = False
     trainer: bool = False
+    codec: str = "off"
     model: str = ""
 
     @property
     def without(self) -> Door:
         """The same training with nothing switched on."""
-        return Door(trainer=self.trainer, model=self.model)
+        return Door(trainer=self.trainer, codec=self.codec, model=self.model)
 
 
 DOORS: dict[str, Door] = {
@@ -71,6 +75,9 @@ DOORS: dict[str, Door] = {
     "states on host": Door(states="host"),
     "states on ssd": Door(states="ssd"),
     "parameters on host": Door(parameters="host"),
+    "frozen layers on host": Door(parameters="host", model="adapters"),
+    "frozen layers on host in int8": Door(parameters="host", codec="int8", model="adapters"),
+    "frozen layers on ssd in nf4": Door(parameters="ssd", codec="nf4", model="adapters"),
     "everything on host": Door("host", states="host", parameters="host"),
     "everything on ssd in layer-major steps": Door(
         "ssd", states="ssd", parameters="ssd", layer_major=True
@@ -78,8 +85,11 @@ DOORS: dict[str, Door] = {
     "Trainer": Door("host", states="host", trainer=True),
     "checkpointing and activations on host": Door("host", model="checkpointing"),
     "FSDP2 and activations on host": Door("host", model="fsdp2"),
-    "torch.compile and activations on host": Door("host", model="compiled"),
-    "torch.compile with graphs and activations on host": Door("host", model="reduce-overhead"),
+    "torch.compile and activations on host": Door("host", {"replay": "off"}, model="compiled"),
+    # Results of graphs stay in memory: the door is to leave them alone.
+    "torch.compile with graphs and activations on host": Door(
+        "host", {"replay": "off"}, model="reduce-overhead"
+    ),
 }
 
 
@@ -131,6 +141,10 @@ def _with_loop(
     door: Door, shape: Shape, settings: Settings
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     plain = make_model(shape, settings.device)
+    if door.model == "adapters":
+        plain = add_adapters(plain, shape)
+    if door.codec != "off" and door.parameters is None:
+        _round_frozen(plain, door.codec)
     found: dict[str, torch.Tensor] = {}
     moved: dict[str, Any] = {}
     has_graphs = door.model == "reduce-overhead"
@@ -147,9 +161,11 @@ def _with_loop(
             handles.enter_context(activations)
         parameters = None
         if door.parameters is not None:
-            parameters = offload_parameters(plain, **_where(door.parameters, settings))
+            where = _where(door.parameters, settings)
+            parameters = offload_parameters(plain, codec=door.codec, **where)
             handles.enter_context(parameters)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        trained = [param for param in model.parameters() if param.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
         if door.states is not None:
             handles.enter_context(offload_optimizer(optimizer, **_where(door.states, settings)))
         layer_major = LayerMajor(model, offload=activations) if door.layer_major else None
@@ -200,6 +216,10 @@ def _step(
 def _check_moved(door: Door, moved: dict[str, Any]) -> None:
     """Equal bits of a training in which nothing moved would show nothing."""
     counted = moved.get("activations", {})
+    if door.model == "reduce-overhead":
+        if not counted.get("foreign_bytes"):
+            raise AssertionError(f"no result of a graph was left alone: {counted}")
+        return
     if door.activations not in (None, "keep") and not counted.get("offloaded_bytes"):
         raise AssertionError(f"no activation moved: {counted}")
     replays = door.activations is not None and (door.settings or {}).get("replay") != "off"
@@ -227,6 +247,18 @@ def _wrapped(model: Any, name: str, settings: Settings) -> Any:
         # In a dry run without code generation, which takes minutes and a compiler.
         return torch.compile(model, backend="aot_eager" if settings.is_tiny else "inductor")
     return model
+
+
+def _round_frozen(model: Any, codec: str) -> None:
+    """What a codec makes of the frozen matrices of layers, in memory."""
+    for name, param in model.named_parameters():
+        if param.requires_grad or param.dim() < 2 or ".layers." not in name:
+            continue
+        room = CODECS[codec].encoded_bytes(param.numel(), param.dtype)
+        encoded = torch.empty(room, dtype=torch.uint8, device=param.device)
+        values = param.detach().view(-1)
+        CODECS[codec].encode(values, encoded)
+        CODECS[codec].decode(encoded, values)
 
 
 def _where(mode: str, settings: Settings) -> dict[str, Any]:

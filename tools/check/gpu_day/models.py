@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Llamas of transformers with its own defaults, and tokens for them: `make_model`, `make_tokens`.
+"""Llamas of transformers with its own defaults, adapters and tokens for them: `make_model`.
 
 `training.py` and `bits.py` train them. Knows nothing of offload.
 """
@@ -34,6 +34,15 @@ def make_model(shape: Shape, device: torch.device, dtype: torch.dtype = torch.bf
     finally:
         torch.set_default_dtype(before)
     return model.train()
+
+
+def add_adapters(model: Any, shape: Shape) -> Any:
+    """LoRA's adapters on every projection, of rank 16 for Llama-3 8B; all else is frozen."""
+    import peft
+
+    rank = max(shape.hidden // 256, 1)
+    config = peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, config)
 
 
 def make_tokens(shape: Shape, count: int, device: torch.device) -> list[torch.Tensor]:

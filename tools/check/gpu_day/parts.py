@@ -25,6 +25,10 @@ _STACK_WAYS = {  # and the steps that are measured
     "keep": 8,
     "replay": 8,
     "host_replay": 8,
+    "replay_int8": 8,
+    "replay_int4": 8,
+    "host_int8": 8,
+    "host_int4": 8,
     "trl": 6,
     "save_on_cpu_pinned": 5,
     "save_on_cpu": 3,
@@ -40,6 +44,13 @@ _FULL = (  # way, where the states are
     ("checkpointing", "device"),
     ("fsdp2_cpu_checkpointing", "device"),
     ("checkpointing", "cpu"),
+)
+_LORA = (  # way, where the frozen layers are
+    ("checkpointing", "device"),
+    ("checkpointing", "host"),
+    ("checkpointing", "host int8"),
+    ("checkpointing", "host nf4"),
+    ("recompute_host", "host nf4"),
 )
 _ROK_WAYS = ("none", "checkpointing", "replay", "host_replay", "host", "recompute_host", "half")
 _ROK_BATCHES = (1, 4)  # the part stack has the one between
@@ -105,7 +116,9 @@ def _auto(settings: Settings) -> list[Job]:
                 f"auto/{share:.0%} of what layers save{words}", settings, shape, way, 8,
                 limit_s=120, budget_bytes=budget,
             )
-            for way, words in {"auto": "", "auto_replay": ", with replay"}.items()
+            for way, words in {
+                "auto": "", "auto_replay": ", with replay", "auto_int8": ", with int8",
+            }.items()
         ]  # fmt: skip
     smallest = settings.few(shape.budget(_BUDGETS[0]), 64 << 20)
     jobs += [
@@ -132,6 +145,17 @@ def _full8b(settings: Settings) -> list[Job]:
         )
         for way, states in _FULL
     ]
+
+
+def _lora(settings: Settings) -> list[Job]:
+    shape = settings.shape("full")
+    return [
+        _training(
+            f"lora/{way}, frozen layers on {frozen}", settings, shape, way, 6,
+            limit_s=120, frozen=frozen,
+        )
+        for way, frozen in _LORA
+    ]  # fmt: skip
 
 
 def _timeline(settings: Settings) -> list[Job]:
@@ -162,6 +186,10 @@ PARTS: dict[str, tuple[str, Callable[[Settings], list[Job]]]] = {
     "stack": ("8 layers of Llama-3 8B, bf16, 4096 and 8192 tokens, in all ways", _stack),
     "auto": ("the same with the planner, within three budgets", _auto),
     "full8b": ("all of Llama-3 8B, its optimizer states on the host and elsewhere", _full8b),
+    "lora": (
+        "adapters of all of Llama-3 8B, its frozen layers on the host, in few bits too",
+        _lora,
+    ),
     "timeline": ("what the device does in a step, lane by lane", _timeline),
     "rok": (
         "speed against peak memory, with other batches: the recompute-offload-keep curve",

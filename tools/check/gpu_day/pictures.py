@@ -25,6 +25,11 @@ _NAMES = {
     "replay": "keep with replay",
     "host_replay": "host with replay",
     "auto_replay": "auto with replay",
+    "replay_int8": "keep with replay, int8",
+    "replay_int4": "keep with replay, int4",
+    "host_int8": "host with replay, int8",
+    "host_int4": "host with replay, int4",
+    "auto_int8": "auto with replay, int8",
 }
 
 

@@ -32,6 +32,7 @@ def page(day: Day) -> str:
         "Stack": _stack,
         "Auto": _auto,
         "Full 8B": lambda day: _trainings(day.of("full8b")),
+        "LoRA": lambda day: _trainings(day.of("lora")),
         "Timeline": _timeline,
         "Recompute, offload, keep": lambda day: _trainings(day.of("rok")),
         "Loss": _loss,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Job: some steps of a Llama trained in one way; seconds of device time, memory, throughput.
 
-`parts.py` lists it for the parts stack, auto, full8b, timeline and rok.
+`parts.py` lists it for the parts stack, auto, full8b, lora, timeline and rok.
 
 Note [What is measured]
 After the first steps the host waits for the device once, and never again until the last step: it
@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from check.gpu_day.link import finish
-from check.gpu_day.models import make_model, make_tokens
+from check.gpu_day.models import add_adapters, make_model, make_tokens
 from check.gpu_day.settings import Settings, Shape
 from check.gpu_day.spans import device_spans
-from check.gpu_day.ways import Way, move_states, prepare
+from check.gpu_day.ways import Way, move_frozen, move_states, prepare
 from megatron.offload.device.open import open_device
 from megatron.offload.machine import vector_math
 
@@ -59,16 +59,29 @@ class Trainee:
         shape: of the model.
         states: where the optimizer's states are.
         budget_bytes: of `auto`.
+        frozen: where frozen layers are, and adapters train; None: the model itself trains.
     """
 
     def __init__(
-        self, way: str, shape: Shape, settings: Settings, states: str, budget_bytes: int | None
+        self,
+        way: str,
+        shape: Shape,
+        settings: Settings,
+        states: str,
+        budget_bytes: int | None,
+        frozen: str | None = None,
     ) -> None:
         vector_math.first_call()  # as offload's door does: all ways are to have the same bits
         self.shape = shape
         self.model = make_model(shape, settings.device)
+        self.frozen = None
+        if frozen is not None:
+            self.model = add_adapters(self.model, shape)
         self.way: Way = prepare(way, self.model, shape, settings, budget_bytes)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        if frozen is not None:
+            self.frozen = move_frozen(frozen, self.model, settings)
+        trained = [param for param in self.model.parameters() if param.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
         self.states = move_states(states, self.optimizer, settings)
         self.device = open_device(settings.device)
         self._tokens = make_tokens(shape, 4, settings.device)
@@ -116,6 +129,8 @@ class Trainee:
             self.way.handle.close()
         if self.states is not None:
             self.states.close(restore=False)
+        if self.frozen is not None:
+            self.frozen.close(restore=False)
 
 
 def train(
@@ -128,6 +143,7 @@ def train(
     seconds: float,
     states: str = "device",
     budget_bytes: int | None = None,
+    frozen: str | None = None,
     shows_spans: bool = False,
     limits_memory: bool = False,
 ) -> dict[str, Any]:
@@ -140,16 +156,18 @@ def train(
         seconds: for them: fewer steps, at least one, where they would take longer.
         states: where the optimizer's are: device, host, or cpu with the step there.
         budget_bytes: of `auto`.
+        frozen: where frozen layers are, see `move_frozen`; None: the whole model trains.
         shows_spans: one more step runs under torch's profiler.
         limits_memory: the measured steps get no more memory than the base and the budget, what
             torch's allocator holds for reuse included.
     """
     began_s = time.perf_counter()
     said = Said()
-    trainee = Trainee(way, shape, settings, states, budget_bytes)
+    trainee = Trainee(way, shape, settings, states, budget_bytes, frozen)
     found: dict[str, Any] = {
         "way": way,
         "states": states,
+        "frozen": frozen,
         "budget_bytes": budget_bytes,
         "shape": vars(shape) | {"layer_bytes": shape.layer_bytes, "step_flops": shape.step_flops},
     }
@@ -238,4 +256,6 @@ def _of_handles(trainee: Trainee) -> dict[str, Any]:
             found["report"] = handle.report()
     if trainee.states is not None:
         found["states_report"] = trainee.states.report()
+    if trainee.frozen is not None:
+        found["frozen_statistics"] = dict(trainee.frozen.statistics)
     return found

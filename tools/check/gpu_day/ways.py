@@ -11,6 +11,7 @@ recompute_host  every layer again in backward, its input in host memory
 half            the first half of the layers to host memory, the others stay
 auto            the planner, within a budget
 host_replay, auto_replay   the same with replay
+replay_int8, host_int8, auto_int8   the same with replay and codec="int8"; replay_int4 ... likewise
 save_on_cpu     torch.autograd.graph.save_on_cpu, pageable; save_on_cpu_pinned: page-locked
 trl             trl.models.activation_offloading.OffloadActivations
 fsdp2_cpu       FSDP2 with CPUOffloadPolicy, one rank: parameters, gradients, states on the host
@@ -30,10 +31,11 @@ import torch
 
 from check.gpu_day.job import Skip
 from check.gpu_day.settings import Settings, Shape
-from megatron.offload import offload_activations, offload_optimizer
+from megatron.offload import offload_activations, offload_optimizer, offload_parameters
 
 OURS = ("keep", "replay", "host", "tiered", "ssd", "recompute_host", "half", "auto")
 _WITH_REPLAY = "_replay"  # behind the name of a way of ours
+_WITH_CODEC = ("_int8", "_int4")  # likewise
 PEERS = ("save_on_cpu", "save_on_cpu_pinned", "trl", "fsdp2_cpu")
 _TIERED_SHARE = 3  # of what is saved, one part in so many goes to host memory
 _NEVER_BYTES = 1 << 40
@@ -69,7 +71,7 @@ def prepare(
     Raises:
         Skip: the way needs what is not here.
     """
-    if name.removesuffix(_WITH_REPLAY) in OURS:
+    if _split(name)[0] in OURS:
         return Way(handle=_ours(name, model, shape, settings, budget_bytes))
     if name in ("checkpointing", "fsdp2_cpu_checkpointing"):
         model.gradient_checkpointing_enable()
@@ -99,12 +101,30 @@ def move_states(name: str, optimizer: torch.optim.Optimizer, settings: Settings)
     return offload_optimizer(optimizer, mode="host", step_on=step_on, host_budget=budget)
 
 
+def move_frozen(where: str, model: Any, settings: Settings) -> Any:
+    """Puts frozen layers where `where` says: `device` (nothing moves), `host`, `host int8` ..."""
+    mode, _, codec = where.partition(" ")
+    if mode == "device":
+        return None
+    budget = settings.states_budget_bytes
+    return offload_parameters(model, mode=mode, codec=codec or "off", host_budget=budget)
+
+
+def _split(name: str) -> tuple[str, str, str]:
+    """A way of ours without what stands behind its name; replay; the codec."""
+    if name.endswith(_WITH_CODEC):
+        name, _, codec = name.rpartition("_")
+        return name, "on", codec
+    if name.endswith(_WITH_REPLAY):
+        return name.removesuffix(_WITH_REPLAY), "on", "off"
+    return name, "on" if name == "replay" else "off", "off"
+
+
 def _ours(name: str, model: Any, shape: Shape, settings: Settings, budget_bytes: int | None) -> Any:
-    common: dict[str, Any] = {"min_bytes": settings.min_bytes}
+    name, replay, codec = _split(name)
+    common: dict[str, Any] = {"min_bytes": settings.min_bytes, "replay": replay, "codec": codec}
     if name == "replay":
         return offload_activations(model, mode="keep", **common)
-    common["replay"] = "on" if name.endswith(_WITH_REPLAY) else "off"
-    name = name.removesuffix(_WITH_REPLAY)
     host = {**common, "host_budget": settings.host_budget_bytes}
     if name == "keep":
         return offload_activations(model, mode="host", **{**host, "min_bytes": _NEVER_BYTES})

@@ -117,11 +117,10 @@ class Quantization:
         """The multiples of some values, whose first group is at a place; writes their scales."""
         wide = _in_groups(values.float())
         largest = wide.abs().amax(1)
+        # By a tensor: CUDA multiplies by the reciprocal of a number, which rounds twice.
+        exact = largest / largest.new_full((), self.largest)
         scale = scales[: len(wide)]
-        if self.is_stochastic:
-            scale.copy_(_rounded_up(largest / self.largest))
-        else:
-            scale.copy_(largest / self.largest)
+        scale.copy_(_rounded_up(exact) if self.is_stochastic else exact)
         multiples = wide / scale.float().unsqueeze(1)  # of no scale, or one of 0: no numbers
         if self.is_stochastic:
             multiples = multiples.add_(noise_of(wide, place)).floor_()
