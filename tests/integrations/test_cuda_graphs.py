@@ -24,6 +24,8 @@ Capture = Callable[[bool], None]
 @pytest.fixture
 def capture(monkeypatch: pytest.MonkeyPatch) -> Capture:
     """Says whether the current stream is captured."""
+    if torch.cuda.is_available():
+        torch.cuda.init()
 
     def says(is_captured: bool) -> None:
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.offload.activations.saved import quantization
 from megatron.offload.activations.saved.quantization import INT4, INT8, Quantization
@@ -161,3 +164,27 @@ def test_the_same_values_give_the_same_bytes(codec: Quantization) -> None:
     state = torch.get_rng_state()
     assert torch.equal(codec.encode(values), codec.encode(values.clone()))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class Divisors(TorchDispatchMode):
+    """Notes what is divided by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[object] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.div, torch.ops.aten.div_):
+            self.seen.append(args[1])
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_is_divided_by_a_number(codec: Quantization) -> None:
+    """CUDA multiplies by the reciprocal of a number, which has other bits than a division."""
+    values = values_of(5 * GROUP, torch.float32)
+    with Divisors() as divisors:
+        codec.encode_by_torch(
+            values, torch.empty(codec.encoded_bytes(5 * GROUP), dtype=torch.uint8)
+        )
+    assert divisors.seen
+    assert all(isinstance(one, torch.Tensor) for one in divisors.seen), divisors.seen

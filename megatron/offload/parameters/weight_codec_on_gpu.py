@@ -15,12 +15,13 @@ from megatron.offload.activations.saved.quantization_on_gpu import (
     bits_of,
     kernel,
     narrowed,
+    pairs_of,
     widened,
 )
 from megatron.offload.machine.device_kernels import on_device_of
 
-_VALUES_8, _VALUES_4 = 2048, 512  # of a program
-_WARPS = 4
+# Values and warps of a program; of several that were measured on an H100 the fastest.
+_SIZE_8, _SIZE_4 = (2048, 4), (1024, 2)
 
 
 def decode(
@@ -36,7 +37,8 @@ def decode(
     chosen, tables = (_decode_8, ()) if pairs is None else (_decode_4, (pairs,))
     if pairs is None:
         levels = levels.view(torch.int8)
-    groups = (_VALUES_8 if pairs is None else _VALUES_4) // group
+    values, warps = _SIZE_8 if pairs is None else _SIZE_4
+    groups = values // group
     with on_device_of(out):
         chosen[(triton.cdiv(len(scales), groups),)](
             levels,
@@ -47,7 +49,7 @@ def decode(
             KINDS[out.dtype],
             group,
             groups,
-            num_warps=_WARPS,
+            num_warps=warps,
         )
 
 
@@ -81,10 +83,10 @@ def _decode_4(
     groups: tl.constexpr,
 ) -> None:
     places = tl.program_id(0).to(tl.int64) * groups + tl.arange(0, groups)
-    at = places[:, None] * size + 2 * tl.arange(0, size // 2)[None, :]
+    at, pair = places[:, None] * size + tl.arange(0, size)[None, :], pairs_of(places, size)
     scale = widened(tl.load(scales + places, mask=places * size < number, other=0), kind)
-    byte = tl.load(levels + at // 2, mask=at < number, other=0).to(tl.int32)
+    byte = tl.load(levels + pair, mask=2 * pair < number, other=0).to(tl.int32)
     low = tl.load(pairs + 2 * byte) * scale[:, None]
     high = tl.load(pairs + 2 * byte + 1) * scale[:, None]
-    tl.store(out + at, narrowed(low, out, kind), mask=at < number)
-    tl.store(out + at + 1, narrowed(high, out, kind), mask=at + 1 < number)
+    both = tl.interleave(narrowed(low, out, kind), narrowed(high, out, kind))
+    tl.store(out + at, both, mask=at < number)

@@ -216,7 +216,7 @@ def _step(
 def _check_moved(door: Door, moved: dict[str, Any]) -> None:
     """Equal bits of a training in which nothing moved would show nothing."""
     counted = moved.get("activations", {})
-    if door.model == "reduce-overhead":
+    if door.activations is not None and door.model == "reduce-overhead":
         if not counted.get("foreign_bytes"):
             raise AssertionError(f"no result of a graph was left alone: {counted}")
         return

@@ -60,6 +60,14 @@ def gpu_check(settings: Settings, note: Note, *, section: str) -> dict[str, Any]
     }
 
 
+def codec_rates(settings: Settings, note: Note) -> dict[str, Any]:
+    """GB of values a second that codecs encode and decode, by gpu_check's section."""
+    flags = ["--directory", str(settings.directory), "--only", "codecs"]
+    flags += [] if settings.on_gpu else ["--dry-run-cpu"]
+    (table,) = _tool("tools/gpu_check.py", flags)["sections"]["codecs"]["tables"]
+    return {row[0]: dict(zip(table["headers"][1:], row[1:], strict=True)) for row in table["rows"]}
+
+
 def device_tests(settings: Settings, note: Note) -> dict[str, Any]:
     """The tests that run on a GPU where there is one.
 

@@ -68,6 +68,7 @@ def _facts(settings: Settings) -> list[Job]:
         Job("facts/copies", f"{_HERE}.link:copies", 90),
         Job("facts/page-locking", f"{_HERE}.link:page_locking", 90),
         Job("facts/calls", f"{_HERE}.launches:calls", 60),
+        Job("facts/codecs", f"{_HERE}.commands:codec_rates", 90),
         Job("facts/drive", f"{_HERE}.drive:rates", 90),
         Job("facts/Python a storage", f"{_HERE}.commands:launch_bench", 150),
     ]
