@@ -129,6 +129,8 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     (r"tools/check/lora_in_a_cgroup\.py", "needs: minutes"),
     (r"tools/bench/hooks\.py", "needs: minutes"),
     (r"tools/bench/replay\.py", "needs: minutes"),
+    (r"tools/bench/judged_codecs\.py",
+     "tests/integrations/test_judged_codecs.py::test_a_small_measurement"),
     (r"tools/bench/codecs\.py",
      "tests/integrations/test_bench_codecs.py::test_a_small_measurement"),
     (r"tools/bench/codec_bytes\.py", "needs: minutes"),
