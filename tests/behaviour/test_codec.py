@@ -152,6 +152,39 @@ def test_sums_keep_eight_bits(is_sum: bool) -> None:
     assert torch.equal(eight, four) is is_sum
 
 
+def test_what_is_saved_behind_layers_keeps_eight_bits() -> None:
+    """As in BERT's output head, where a norm follows an activation function."""
+
+    class Head(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = torch.nn.ModuleList(
+                torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(3)
+            )
+            self.dense, self.norm = torch.nn.Linear(64, 64), torch.nn.LayerNorm(64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return (self.norm(torch.nn.functional.gelu(self.dense(x))) ** 3).sum()
+
+    def gradients(codec: str) -> tuple[torch.Tensor, torch.Tensor]:
+        model = Head()
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+        with offload_activations(model, min_bytes=MIN_BYTES, codec=codec, **HOST):
+            for _ in range(3):  # what is replayed is found
+                model.zero_grad()
+                model(x).backward()
+        head, first = model.dense.bias.grad, model.layers[0][0].weight.grad
+        assert head is not None and first is not None
+        return head, first
+
+    (head, first), (head_of_four, first_of_four) = gradients("int8"), gradients("int4")
+    assert torch.equal(head, head_of_four)
+    assert not torch.equal(first, first_of_four)
+
+
 def test_replay_goes_on_beside_it() -> None:
     """What is computed again is as much as without the codec, from the first step."""
     without, found = Training(**HOST), Training(codec="int8", **HOST)

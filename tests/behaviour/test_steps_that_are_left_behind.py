@@ -9,18 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 
 from megatron.offload import OffloadEngine
 from megatron.offload.activations.saved.scope import Scope
 
 
-def test_a_step_that_ends_late_is_not_the_end_of_the_next_one(engine: OffloadEngine) -> None:
+def test_a_step_that_ends_late_is_not_the_end_of_the_next_one(
+    engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, ended = engine._end_step, []
+
+    def end_step() -> None:
+        ended.append(engine.statistics)
+        right()
+
+    monkeypatch.setattr(engine, "_end_step", end_step)
     left = engine.step()
     left.__enter__()
     with engine.step():
         with engine.forward(Scope()) as order:
             left.gen.close()  # type: ignore[attr-defined]
+            assert not ended
             statistics = engine.statistics
             assert engine.save_order is order
             with engine.saved_tensors_hooks():
@@ -30,6 +41,7 @@ def test_a_step_that_ends_late_is_not_the_end_of_the_next_one(engine: OffloadEng
         with engine.backward(order):
             y.backward()
         assert statistics is engine.statistics
+    assert len(ended) == 1
     assert engine.statistics.offloaded_bytes > 0
     assert engine.statistics.tier_used_bytes == 0
 

@@ -24,6 +24,7 @@ from megatron.offload.activations.saved.recipe_search import Held
 from megatron.offload.activations.saved.recipes import RecipeFinder
 from megatron.offload.activations.saved.record import SavedStorage, Span
 from megatron.offload.activations.saved.resident import ResidentTensor
+from megatron.offload.activations.saved.scope import is_behind_layers
 from megatron.offload.activations.saved.tensor_kind import kind_of
 from megatron.offload.activations.saved.unreplayed import Unreplayed
 from megatron.offload.activations.saved.view import SavedView
@@ -243,7 +244,8 @@ class SavedTensorHooks:
                 return recipe
         if self._codec is None:
             return None
-        return encoding_of(tensor, storage, self._codec, save)
+        is_behind = is_behind_layers(scope.layer)
+        return encoding_of(tensor, storage, self._codec, save, is_behind=is_behind)
 
     def take(self, tensor: torch.Tensor, move: Move, batch: WriteBatch) -> SavedView:
         """Carries out a move, and returns what autograd keeps instead of the tensor.

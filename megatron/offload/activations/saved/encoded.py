@@ -18,7 +18,9 @@ and of attention are not, and neither are log-probabilities: every gradient begi
 Note [Sums keep eight bits]
 With int4, sums and embeddings are kept in 8 bits: the residual stream, of which norms compute a
 variance, and queries and keys that were rotated, whose products are exponents. With these in 4 bits
-too, a training ends further from the exact loss (tools/bench/codec_training.py measures it).
+too, a training ends further from the exact loss (tools/bench/codec_training.py measures it). So is
+what is saved behind layers, by output layers and losses: it is little, and every gradient flows
+through it. In BERT's head a norm's input is computed from it.
 """
 
 from __future__ import annotations
@@ -54,6 +56,8 @@ def encoding_of(
     storage: torch.UntypedStorage,
     codec: Codec,
     save: Callable[[torch.Tensor], Held],
+    *,
+    is_behind: bool = False,
 ) -> Recipe | None:
     """How the storage of a tensor is decoded; what is decoded is saved. None: it stays exact.
 
@@ -62,6 +66,7 @@ def encoding_of(
         storage: its storage, which can move.
         codec: that makes it smaller.
         save: saves a tensor that autograd does not: what the codec made.
+        is_behind: a layer, and before the next.
     """
     base = tensor._base
     target = tensor if base is None else base
@@ -71,7 +76,7 @@ def encoding_of(
     maker = maker_of(target)
     if maker in _EXACT:
         return None
-    quantization = codec.sums if maker in _SUMS else codec.others
+    quantization = codec.sums if is_behind or maker in _SUMS else codec.others
     num_values = target.numel()
     if quantization.encoded_bytes(num_values) >= target.nbytes:
         return None

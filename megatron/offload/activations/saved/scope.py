@@ -51,6 +51,11 @@ def layer_of(name: str) -> str:
     return name.partition(_CALL)[0]
 
 
+def is_behind_layers(name: str) -> bool:
+    """Whether a name is of what runs behind a layer: before the next one, or the output layer."""
+    return name.endswith(_AFTER)
+
+
 def span_name(scope: Scope | None) -> str:
     """Short enough for a timeline: `decoder.7 mlp, micro-batch 0`. None: its record has died."""
     if scope is None:
