@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Llamas of transformers with its own defaults, adapters and tokens for them: `make_model`.
+"""Llamas of transformers with its own defaults: `make_model`, `add_adapters`, `make_tokens`.
 
 `training.py` and `bits.py` train them. Knows nothing of offload.
 """

@@ -57,7 +57,7 @@ def encoding_of(
     codec: Codec,
     save: Callable[[torch.Tensor], Held],
     *,
-    is_behind: bool = False,
+    is_behind: bool,
 ) -> Recipe | None:
     """How the storage of a tensor is decoded; what is decoded is saved. None: it stays exact.
 
