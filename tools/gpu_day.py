@@ -220,7 +220,10 @@ def report(args: argparse.Namespace, earlier: list[Day], argv: list[str]) -> int
 
 
 def _command(argv: list[str]) -> str:
-    return shlex.join(["tools/gpu_day.py", *argv]).replace(f"{ROOT}/", "")
+    """What was called; of folders that lie outside of the project, their names."""
+    inside = [one.replace(f"{ROOT}/", "") for one in argv]
+    named = [Path(one).name if Path(one).is_absolute() else one for one in inside]
+    return shlex.join(["tools/gpu_day.py", *named])
 
 
 def _stop(complaint: str) -> int:

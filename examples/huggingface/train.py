@@ -34,7 +34,8 @@ def make_model(args: argparse.Namespace) -> torch.nn.Module:
             intermediate_size=8 * args.hidden // 3,
             num_hidden_layers=args.layers,
             num_attention_heads=args.hidden // 64,
-            vocab_size=NUM_WORDS,
+            vocab_size=args.vocabulary,
+            max_position_embeddings=max(args.tokens, 2048),
             use_cache=False,
         )
     )
@@ -49,6 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--vocabulary", type=int, default=NUM_WORDS)
     parser.add_argument("--tokens", type=int, default=512, help="of a row")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20)

@@ -4,6 +4,7 @@
 megatron-offload doctor [--activation-offload-dir DIR ...] [--json]
 megatron-offload plan (--profile FILE | --hardware GPU --num-layers N ...) [--output PLAN.json]
 megatron-offload rok [--micro-batch-sizes N,...] [--budgets N] [--check]
+megatron-offload longest --device-memory-budget SIZE [--check] --script FILE --script-args TEXT
 megatron-offload tune [--tokens-per-step MIN-MAX] [--check] -- SCRIPT FLAGS
 megatron-offload bench [--directory DIR] [--quick] [--json FILE] [--plot FILE]
 megatron-offload report (runs/NAME/metrics.jsonl ... | --script train.py)
@@ -25,6 +26,7 @@ from typing import Any
 
 from megatron.offload.commands.bench import arguments as benchmark
 from megatron.offload.commands.doctor.examine import examine
+from megatron.offload.commands.longest import arguments as lengths
 from megatron.offload.commands.memory.command import explain_memory
 from megatron.offload.commands.plan import arguments as planning
 from megatron.offload.commands.report import compare_runs, compare_script
@@ -47,6 +49,11 @@ _WITH_FLAGS: dict[str, tuple[Any, str]] = {
     "rok": (
         curve,
         "measure speed against activation memory of all strategies on this machine, and draw",
+    ),
+    "longest": (
+        lengths,
+        "the longest sequence, largest batch or most layers that fit, with each step against "
+        "memory",
     ),
     "tune": (
         tuning,
@@ -151,6 +158,11 @@ def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
         from megatron.offload.commands.rok.command import run as run_rok
 
         return run_rok(args, typed)
+    if args.command == "longest":
+        lengths.check_arguments(args)
+        from megatron.offload.commands.longest.command import run as run_longest
+
+        return run_longest(args)
     if args.command == "tune":
         from megatron.offload.commands.tune.command import run as run_tune
 

@@ -233,6 +233,18 @@ class OffloadConfig(TierSettings):
         parse=count_or_word("tokens"),
         metavar="{off,auto,TOKENS}",
     )
+    tiled_mlp: str | int = flag(
+        "--activation-tiled-mlp",
+        "off",
+        "run each MLP over tiles of so many tokens: of what it saves its input is left, and of "
+        "what it makes wide no more than a tile is ever in memory; backward runs a tile again, "
+        "takes its gradients and goes on to the next. auto: tiles of as many tokens as a token has "
+        "values, 1024 at least. Experts are left alone. Works with every --activation-offload, off "
+        "too. Not bit-identical where there is more than one tile: the sums of gradients have "
+        "another order.",
+        parse=count_or_word("tokens"),
+        metavar="{off,auto,TOKENS}",
+    )
     verify: str = flag(
         "--activation-offload-verify",
         "off",
@@ -389,6 +401,21 @@ class OffloadConfig(TierSettings):
     def chunk_tokens(self) -> int | None:
         """Most tokens of such a chunk; None: as many as suit the device."""
         return self.chunked_loss if isinstance(self.chunked_loss, int) else None
+
+    @property
+    def tiles_mlps(self) -> bool:
+        """Whether MLPs run over tiles of tokens."""
+        return self.tiled_mlp != "off"
+
+    @property
+    def tile_tokens(self) -> int | None:
+        """Most tokens of such a tile; None: as many as suit the model."""
+        return self.tiled_mlp if isinstance(self.tiled_mlp, int) else None
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether the loss or MLPs are computed over some tokens at a time."""
+        return self.chunks_loss or self.tiles_mlps
 
     @property
     def uses_ssd(self) -> bool:

@@ -19,6 +19,7 @@ from megatron.offload.activations.placement.plan import Plan, PlannedPart
 from megatron.offload.activations.placement.plan_policy import PlannedPolicy
 from megatron.offload.activations.saved import replayable_nodes
 from megatron.offload.activations.saved.recipe import Layout, Program, Step
+from megatron.offload.activations.saved.recipe_search import RecipeSearch
 from megatron.offload.activations.saved.replayable_nodes import add_function
 from megatron.offload.activations.saved.view import SavedView
 from tests.support.models import settle
@@ -514,6 +515,56 @@ def test_a_chain_of_thousands_of_operations_is_followed_for_a_moment_only(make_e
     ours = train(engine, "context", layer, weights, num_steps=1)
     assert all(map(torch.equal, ours, train(None, "", layer, weights, num_steps=1)))
     assert engine.statistics.replayed_bytes == 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_search_that_finds_nothing_is_made_less_often_and_another_as_before(
+    make_engine, monkeypatch, way
+):
+    engine = make_engine()
+    searches: list[int] = []
+    bytes_of_steps = []
+    begin = RecipeSearch.__init__
+
+    def count(self: RecipeSearch, *args: Any) -> None:
+        searches[-1] += 1
+        begin(self, *args)
+
+    monkeypatch.setattr(RecipeSearch, "__init__", count)
+
+    def layer(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        y = x @ first
+        return F.silu(y) @ second + (torch.sin(y) + torch.cumsum(y, 1)) @ second  # a sum without
+
+    for _ in range(200):
+        searches.append(0)
+        with engine.step(), forward_pass(engine):
+            result = run(engine, way, layer, *weights())
+            engine.end_layers()
+            result.sum().backward()
+        bytes_of_steps.append(engine.statistics.replayed_bytes)
+    assert searches[:8] == [2] * 8  # the activation's result, and the sum
+    assert searches[8:64] == [1] * 56 and searches.count(2) == 8 + 3
+    assert len(set(bytes_of_steps)) == 1 and bytes_of_steps[0] == 8 * 64 * 4
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_result_is_found_behind_many_of_its_kind_that_are_not(make_engine, way):
+    engine = make_engine()
+
+    def layer(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        y = x @ first
+        result = y @ second
+        for _ in range(9):
+            result = result + (torch.cumsum(y, 1) + torch.cumsum(y, 1)) @ second
+        return result + (torch.sin(y) + torch.cos(y)) @ second
+
+    for _ in range(12):
+        with engine.step(), forward_pass(engine):
+            result = run(engine, way, layer, *weights())
+            engine.end_layers()
+            result.sum().backward()
+        assert engine.statistics.replayed_bytes == 8 * 64 * 4
 
 
 def test_what_stays_in_memory_is_computed_again_too(make_engine):

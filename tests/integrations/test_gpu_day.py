@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = (
     "Python a storage,gpu_check,tests of,auto/compile,torch.compile,loss/,on both,states on ssd,"
     "recomputed,bits/checkpointing,everything on host,rok/batch 1 h,rok/batch 1 r,"
-    "timeline/recompute,full8b/fsdp2,full8b/recompute"
+    "timeline/recompute,full8b/fsdp2,full8b/recompute,long/32768 n,long/32768 c"
 )
 TIMEOUT_S = 1500.0
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1600)]  # dozens of processes
@@ -447,7 +447,13 @@ def test_a_dry_run_has_all_jobs_of_a_real_one_but_lengths_and_batches(tmp_path: 
         for is_tiny in (True, False)
     )
     left_out = {name for name in real if name not in tiny}
-    parts = ("stack/8192 ", "auto/", "rok/batch 4 ", "bits/gpu_check ")
+    parts = ("stack/8192 ", "auto/", "rok/batch 4 ", "long/65536 ", "bits/gpu_check ")
     assert all(name.startswith(parts) for name in left_out)
     assert tiny.keys() <= real.keys()
     assert all(isinstance(job, Job) and job.part in PARTS for job in real.values())
+
+
+def test_a_command_names_no_folder_of_the_machine() -> None:
+    argv = ["--out", "/a/b/first", "--skip", "4096 ssd", "--earlier", f"{gpu_day.ROOT}/docs/x.json"]
+    expected = "tools/gpu_day.py --out first --skip '4096 ssd' --earlier docs/x.json"
+    assert gpu_day._command(argv) == expected

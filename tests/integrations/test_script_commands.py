@@ -126,3 +126,40 @@ def test_report_takes_files_or_a_script(command: list[str]) -> None:
 def test_selective_recomputation_is_megatrons(script: Path, tmp_path: Path) -> None:
     command = ["rok", "--script", str(script), "--strategies", "off,selective"]
     assert cli.main(command) == 2
+
+
+LENGTHS = """
+    import sys, torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from megatron.offload import offload_activations
+
+    torch.manual_seed(0)
+    tokens = int(sys.argv[2])
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=16000, hidden_size=64, intermediate_size=2048, num_hidden_layers=6,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=1 << 20,
+    ))
+    offload_activations(model, sys.argv[1], min_bytes="64KiB")
+    ids = torch.randint(0, 16000, (1, tokens))
+    for step in range(20):
+        model(input_ids=ids, labels=ids).loss.backward()
+        model.zero_grad()
+"""
+
+
+@pytest.mark.slow
+def test_longest_finds_what_fits_with_each_way(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(LENGTHS))
+    command = ["longest", "--script", str(script), "--script-args", f"{tmp_path} {{N}}"]
+    command += ["--device-memory-budget", "896MiB", "--ways", "none,checkpointing,chunked"]
+    command += ["--first", "384", "--most", "4096", "--json", str(tmp_path / "found.json")]
+    assert cli.main(command) == 0, capsys.readouterr().err
+    found = json.loads((tmp_path / "found.json").read_text())["ways"]
+    none, checkpointing, chunked = (found[name]["longest"] for name in found)
+    assert 384 < none < checkpointing < chunked and 2 * none < chunked
+    for one in found.values():
+        peaks = [run["peak_bytes"] for run in one["runs"]]
+        assert peaks == sorted(peaks) and peaks[-1] <= 1.02 * (896 << 20)  # as predicted

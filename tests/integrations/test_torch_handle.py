@@ -189,7 +189,7 @@ def test_a_handle_that_nobody_gets_has_no_model(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="file"):
         offload_activations(model, tmp_path, metrics_file=tmp_path / "file" / "metrics.jsonl")
     with pytest.raises(ValueError, match="stop"):
-        ActivationOffload(OffloadConfig(mode="host"), [model], {}, heads=[Fails()])
+        ActivationOffload(OffloadConfig(mode="host"), [model], {}, replaced=[Fails()])
     assert not model._forward_pre_hooks and not model._forward_hooks
     offload_activations(model, tmp_path).close()
 

@@ -43,6 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ssd, pinned": {"mode": "ssd", "pinned_bytes": 64 * MIB},
     "host": {"mode": "host", "host_budget": 64 * MIB},
     "tiered": {"mode": "tiered", "host_budget": MIB, "pinned_bytes": MIB},
+    "host, tiles": {"mode": "host", "host_budget": 64 * MIB, "tiled_mlp": 20},
 }
 
 
@@ -126,11 +127,15 @@ def seed_everything(seed: int) -> None:
     model_parallel_cuda_manual_seed(seed)
 
 
-def offloaded(stage: Stage, name: str, directory: Path, expected: list[Any]) -> dict[str, Any]:
+def offloaded(stage: Stage, name: str, directory: Path) -> dict[str, Any]:
     """What differs on this rank, and how much came back."""
     from megatron.offload.integration.megatron import install
 
     settings = SETTINGS[name]
+    lag.reset()
+    alone = install(OffloadConfig(tiled_mlp=settings.get("tiled_mlp", "off")), [stage.chunk])
+    expected = [stage.step(number) for number in range(_NUM_STEPS)]
+    alone.close()
     config = OffloadConfig(directories=(directory,), min_bytes=1, **settings)
     lag.set_delays(100, 300, seed=10 * list(SETTINGS).index(name) + dist.get_rank())
     offload = install(config, [stage.chunk])
@@ -172,8 +177,7 @@ def main() -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=dist.get_world_size())
     seed_everything(1)
     stage = Stage(device)
-    expected = [stage.step(number) for number in range(_NUM_STEPS)]
-    found = {mode: offloaded(stage, mode, Path(directory), expected) for mode in modes}
+    found = {mode: offloaded(stage, mode, Path(directory)) for mode in modes}
     of_all: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_all, found)
     print(json.dumps(of_all))

@@ -8,9 +8,11 @@ host's seconds is wrong in every one of them, by a factor.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +23,7 @@ from check.timed_model import Part
 
 from megatron.offload import OffloadConfig, OffloadEngine, Scope, offload_activations
 from megatron.offload.activations import engine as engine_module
+from megatron.offload.activations.capture.hooks import SavedTensorHooks
 from megatron.offload.planner.online.step_meter import StepMeter
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from megatron.offload.planner.profile.stage_profile import StageProfile
@@ -108,7 +111,14 @@ class Seen(NamedTuple):
         ]
 
 
-def measured(accelerator: Lag, lag: LagModule, hidden: float, forward_s: float = FORWARD_S) -> Seen:
+def measured(
+    accelerator: Lag,
+    lag: LagModule,
+    hidden: float,
+    forward_s: float = FORWARD_S,
+    *,
+    by_context: bool = False,
+) -> Seen:
     """Two steps in detail, after one, with all that is saved on the host."""
     bytes_per_s = hidden * LAYER_BYTES / forward_s
     lag.set_bandwidth(bytes_per_s, bytes_per_s)
@@ -121,7 +131,7 @@ def measured(accelerator: Lag, lag: LagModule, hidden: float, forward_s: float =
     try:
         for detailed in (False, True, True):
             with lag.recorded() as spans:
-                run_step(meter, engine, work, detailed=detailed)
+                run_step(meter, engine, work, detailed=detailed, by_context=by_context)
                 lag.synchronize()
             if detailed:
                 steps.append([s for s in spans if s.stream == compute and s.kind != "copy"])
@@ -135,16 +145,24 @@ def measured(accelerator: Lag, lag: LagModule, hidden: float, forward_s: float =
     return Seen(profile, steps, waited_s)
 
 
-def run_step(meter: StepMeter, engine: OffloadEngine, work: Work, *, detailed: bool) -> None:
+def run_step(
+    meter: StepMeter, engine: OffloadEngine, work: Work, *, detailed: bool, by_context: bool
+) -> None:
     profiler = meter.profiler
     with meter.step(detailed=detailed), engine.step():
-        with profiler.forward(0, 0), engine.forward(Scope()) as order:
+        with (
+            profiler.forward(0, 0),
+            engine.forward(Scope()) as order,
+            engine.saved_tensors_hooks() if by_context else contextlib.nullcontext(),
+        ):
             x = torch.ones(8, device="lag", requires_grad=True) * 1
             for number in range(NUM_LAYERS):
                 scope = Scope(layer=f"decoder.{number + 1}")
                 profiler.begin_layer(scope, [x], recomputes=False)
-                y: torch.Tensor = Part.apply(x, work)  # type: ignore[no-untyped-call]
-                engine.capture(scope, [y], [x])
+                with engine.within(scope):
+                    y: torch.Tensor = Part.apply(x, work)  # type: ignore[no-untyped-call]
+                if not by_context:
+                    engine.capture(scope, [y], [x])
                 profiler.end_layer([y])
                 x = y
         with profiler.backward(0, 0), engine.backward(order):
@@ -179,6 +197,28 @@ def test_a_profile_has_the_seconds_of_each_layer_whatever_the_link(
         )
 
     until_near(attempt, 0.05)
+
+
+@pytest.mark.parametrize("by_context", [True, False])
+def test_a_profile_has_no_seconds_of_hooks_that_the_device_waits_for(
+    by_context: bool, accelerator: Lag, lag: LagModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a wait for room the device has nothing to do until the hooks have ended."""
+    find_move = SavedTensorHooks.find_move
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(3 * FORWARD_S)
+        return find_move(*args, **kwargs)
+
+    monkeypatch.setattr(SavedTensorHooks, "find_move", slow)
+
+    def attempt() -> float:
+        seen = measured(accelerator, lag, HIDDEN["a tenth"], by_context=by_context)
+        layers = [one for one in seen.profile.layers if one.name.startswith("decoder.")]
+        told = [one.forward_s for one in layers]
+        return max(off(*pair) for pair in zip(told, seen.layers_s(0), strict=True))
+
+    until_near(attempt, 0.1)
 
 
 # After each wait the host queues what is next: of the shorter waits that would be too large a part.

@@ -21,7 +21,7 @@ RANK = Path(__file__).parent / "gpt_ranks.py"
     ("num_stages", "modes"),
     [
         pytest.param(1, ["ssd", "ssd, pinned", "host", "tiered"], marks=pytest.mark.rare),
-        (2, ["ssd", "tiered"]),
+        (2, ["ssd", "tiered", "host, tiles"]),
     ],
 )
 def test_losses_and_gradients_are_equal(

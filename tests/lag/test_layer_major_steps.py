@@ -159,6 +159,45 @@ def test_what_waits_between_units_comes_back_before_it_is_used(
     assert any(filled) and any(taken), "none had left"
 
 
+@pytest.mark.slow
+def test_auto_plans_units_within_a_budget_and_no_bit_changes(
+    accelerator: LagModule, tmp_path: Path
+) -> None:
+    """A budget that plans have to meet: a device's bytes are counted, a CPU's are what malloc has.
+
+    That steps keep to what is predicted is in test_auto.py.
+    """
+    lag, steps = accelerator, 6
+
+    def trained(**settings: Any) -> tuple[list[Any], list[dict[str, float]]]:
+        model, found = stack(), []
+        torch.manual_seed(7)
+        with offload_activations(
+            model, tmp_path, mode="auto", min_bytes=1, replay="off", **settings
+        ) as offload:
+            layer_major, statistics = LayerMajor(model, 2, offload=offload), []
+            for number in range(steps):
+                losses = layer_major.step(micro_batches(number), model)
+                found.append(results(lag, model, losses))
+                statistics.append(dict(offload.statistics))
+            layer_major.close()
+        return found, statistics
+
+    model, expected = stack(), []
+    torch.manual_seed(7)
+    for number in range(steps):
+        expected.append(results(lag, model, one_by_one(model, micro_batches(number))))
+    everything, statistics = trained(memory_budget_bytes="1GiB")
+    budget = int(0.8 * statistics[-1]["predicted_peak_bytes"])
+    assert statistics[-1]["plans"] and not statistics[-1]["offloaded_bytes"], "all of it stays"
+    within, statistics = trained(memory_budget_bytes=budget)
+    assert 0 < statistics[-1]["predicted_peak_bytes"] <= budget
+    assert statistics[-1]["offloaded_bytes"] + statistics[-1]["recomputed_layers"] > 0
+    for found in (everything, within):
+        for step, theirs in zip(found, expected, strict=True):
+            assert len(step) == len(theirs) and all(map(torch.equal, step, theirs))
+
+
 def test_forward_passes_run_on_the_caller_s_stream_and_device(accelerator: LagModule) -> None:
     lag, model, seen = accelerator, stack(), []
     for layer in model.layers:

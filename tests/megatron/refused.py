@@ -75,6 +75,20 @@ LOSS_SETTINGS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"overlap_moe_expert_parallel_comm": True}, "its schedule runs the output layer by itself"),
     ({"config_logger_dir": "log"}, "drop --config-logger-dir"),
 )
+# What the check of tiled MLPs refuses.
+MLP_SETTINGS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"fp8": "hybrid"}, "a tile would be scaled by its own values; drop --fp8"),
+    ({"fp4": "e2m1"}, "a tile would be scaled by its own values; drop --fp4"),
+    ({"use_te_activation_func": True}, "drop --use-te-activation-func"),
+    ({"use_kitchen": True}, "drop --use-kitchen"),
+    ({"delay_wgrad_compute": True}, "drop --delay-wgrad-compute"),
+    ({"overlap_moe_expert_parallel_comm": True}, "its schedule runs parts of a layer by itself"),
+    ({"enable_cuda_graph": True}, "a captured graph has fixed addresses"),
+    ({"external_cuda_graph": True}, "a captured graph has fixed addresses"),
+    ({"cuda_graph_impl": "local"}, "a captured graph has fixed addresses"),
+    ({"num_moe_experts": 2, "moe_layer_freq": 1}, "each layer of this model has experts"),
+    ({"num_moe_experts": 2, "moe_layer_freq": [1, 1]}, "each layer of this model has experts"),
+)
 OTHER_VERSION = {"megatron.core.__version__": "0.99.0"}
 
 OFFLOAD = (
@@ -180,6 +194,11 @@ OFFLOAD = (
     *(
         Row("--activation-chunked-loss auto", sentence, settings=settings)
         for settings, sentence in LOSS_SETTINGS
+    ),
+    Row("--activation-tiled-mlp many", "'many' is neither off, auto nor a number of tokens"),
+    *(
+        Row("--activation-tiled-mlp auto", sentence, settings=settings)
+        for settings, sentence in MLP_SETTINGS
     ),
     Row("--optimizer-state-offload ssd", "--optimizer-state-offload ssd needs a place on an SSD"),
     Row(

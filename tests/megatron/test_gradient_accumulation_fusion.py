@@ -155,6 +155,27 @@ def test_a_chunked_loss_adds_to_main_grad_what_the_kernel_adds(run: Runs, precis
     assert chunked.model != own.model
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "precision", [pytest.param("", marks=pytest.mark.rare), "--bf16"], ids=["fp32", "bf16"]
+)
+def test_the_kernel_adds_the_gradients_of_each_tile(
+    run: Runs, precision: str, tmp_path: Path
+) -> None:
+    own, tiled = run(precision), run(precision, "--activation-tiled-mlp 7")
+    assert tiled.exit_codes == [0, 0], tiled.output
+    # For the MLPs once a tile: a micro-batch of 32 tokens has five.
+    calls = [int(line.split()[2]) for line in gradients(tiled)]
+    assert max(calls) == 2 * STEPS * (4 * (2 + 2 * 5) + 1)
+    for name in ("loss", "grad_norm"):
+        close = 1e-2 if precision else 1e-4
+        assert tiled.values(name) == pytest.approx(own.values(name), rel=close)
+    assert tiled.model != own.model
+    offloaded = run(precision, "--activation-tiled-mlp 7", ssd(tmp_path))
+    assert gradients(offloaded) == gradients(tiled)
+    assert offloaded.model == tiled.model
+
+
 @pytest.mark.rare
 def test_fusion_and_overlap_give_the_same_bits_with_recomputed_layers(
     run: Runs, tmp_path: Path

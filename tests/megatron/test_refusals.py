@@ -61,6 +61,7 @@ SEARCHED = {
     f"{MEGATRON}/connect.py": ("check_wrappers",),  # below: it needs a model
     f"{MEGATRON}/recomputable.py": (),
     f"{MEGATRON}/chunked_loss.py": (),
+    f"{MEGATRON}/tiled_mlps.py": ("_refuse",),  # in test_tiled_mlp.py: it needs a model
     # In tests/unit/test_layer_major.py: they need a model, and a step.
     f"{MEGATRON}/layer_major.py": ("only_chunk", "states"),
     "megatron/offload/layer_major/config.py": (),

@@ -132,6 +132,34 @@ def test_a_step_that_a_profile_is_made_of_is_timed_and_its_waits_are_kept(
     assert waits.number == 0 and waits.seconds == []
 
 
+def test_hooks_of_a_step_in_detail_are_timed_with_the_waits_in_them(
+    waits: ComputeWaits, device: DeviceBehind
+) -> None:
+    def hook(seconds: float, room_s: float) -> None:
+        with waits.for_hook():
+            device.queue(seconds)
+            with waits.for_room():
+                device.queue(room_s)
+
+    waits.begin_step(StepStatistics(), in_detail=False)
+    assert not waits.times_hooks
+    hook(1.0, 2.0)
+    waits.end_step()
+    waits.begin_step(StepStatistics(), in_detail=True)
+    assert waits.times_hooks
+    hook(3.0, 4.0)
+    with waits.for_read("bytes"):
+        device.queue(5.0)
+    hook(6.0, 7.0)
+    waits.end_step()
+    assert not waits.times_hooks and waits.number == 3
+    waits.clock.wait()
+    assert waits.seconds == [7.0, 5.0, 13.0]
+    step = waits.last
+    assert step is not None
+    assert (step.hook_s, step.write_wait_s, step.stall_s) == (9.0, 11.0, 5.0)
+
+
 def test_a_step_that_is_not_timed_records_nothing(
     waits: ComputeWaits, device: DeviceBehind
 ) -> None:

@@ -7,10 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from megatron.offload.config import OffloadConfig
+from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.machine.memory_limit import MemoryLimit, memory_limit
 from megatron.offload.sizes import GIB
+from megatron.offload.tiers.host import HostTier
 from megatron.offload.tiers.host_budget import host_budget_bytes
+from megatron.offload.tiers.open import open_host
+from megatron.offload.tiers.purpose import ACTIVATIONS, STATES
 
 MACHINE = MemoryLimit(
     total_bytes=64 * GIB,
@@ -56,6 +61,36 @@ def test_ranks_that_together_ask_for_more_than_there_is_are_told_the_limit(sourc
 def test_what_is_neither_a_size_nor_a_fraction_is_refused(asked):
     with pytest.raises(ConfigurationError, match="neither a size nor a fraction"):
         host_budget_bytes(asked, 1, MACHINE)
+
+
+def test_a_default_that_others_have_used_up_is_said(caplog, monkeypatch):
+    """Else nothing would move, and no line would say why."""
+    limit = MemoryLimit(64 * GIB, 8 * GIB, "physical memory", 64 * GIB)
+    monkeypatch.setattr("megatron.offload.tiers.open.memory_limit", lambda: limit)
+    states = HostTier(8 * GIB, purpose=STATES)
+    for asked, lines in ((None, 1), (0, 0)):
+        caplog.clear()
+        settings = OffloadConfig(mode="host", host_budget=asked)
+        open_host(settings, CpuDevice(), ACTIVATIONS, 1).close()
+        assert len(caplog.messages) == lines
+    states.close()
+    with caplog.at_level("WARNING"):
+        open_host(OffloadConfig(mode="host"), CpuDevice(), ACTIVATIONS, 1).close()
+    assert not caplog.messages, "they have given it back"
+
+
+def test_what_is_said_names_who_has_it(caplog, monkeypatch):
+    limit = MemoryLimit(64 * GIB, 8 * GIB, "physical memory", 64 * GIB)
+    monkeypatch.setattr("megatron.offload.tiers.open.memory_limit", lambda: limit)
+    states = HostTier(8 * GIB, purpose=STATES)
+    open_host(OffloadConfig(mode="host"), CpuDevice(), ACTIVATIONS, 1).close()
+    states.close()
+    assert caplog.messages == [
+        "activation offload: host memory takes nothing of the activations: 8 GiB of 64 GiB "
+        "(physical memory) is available and promised to the optimizer states; what has no other "
+        "tier stays in device memory; give --activation-offload-host-budget, and smaller budgets "
+        "to what else is there"
+    ]
 
 
 def test_the_default_fits_on_this_machine():

@@ -21,16 +21,19 @@ from megatron.offload.activations.stats.memory_parts import (
     HELD,
     KEPT,
     OUTSIDE,
+    PARTS,
     RECOMPUTED,
     REPLAYED,
     REST,
     USED,
     WRITING,
+    Moment,
     StepMemory,
     layer_and_part,
     load_steps,
     name_of,
 )
+from megatron.offload.commands.memory.command import explain_memory
 from megatron.offload.config import OffloadConfig
 from megatron.offload.device.cpu import CpuDevice
 from tests.support.full_disk import FULL_DISK, needs_full_disk, one_warning_about
@@ -419,6 +422,15 @@ def test_what_is_no_report_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps({"version": 99}) + "\n")
     with pytest.raises(ConfigurationError, match="has format 99, this release reads 1"):
         load_steps(path)
+
+
+def test_each_part_is_drawn(tmp_path: Path) -> None:
+    moments = tuple(Moment(float(n), "", "", dict.fromkeys(PARTS, n << 20)) for n in (1, 2))
+    step = StepMemory(0, 1, moments[1].num_bytes, None, moments[1], moments)
+    (tmp_path / "m.jsonl").write_text(step.to_json() + "\n")
+    text = explain_memory(tmp_path / "m.jsonl", tmp_path / "m.svg")
+    drawn = (tmp_path / "m.svg").read_text()
+    assert all(part in text and f"<!-- {part} -->" in drawn for part in PARTS)
 
 
 def test_a_step_reads_as_it_was_written(engine: OffloadEngine, tmp_path: Path) -> None:

@@ -21,7 +21,11 @@ from megatron.offload.planner.projection.hardware import (
     Hardware,
     names,
 )
-from megatron.offload.planner.projection.layer import head_work, layer_work
+from megatron.offload.planner.projection.layer import (
+    head_work,
+    inside_mlp_bytes,
+    layer_work,
+)
 from megatron.offload.planner.projection.model import Parallelism, Transformer
 from megatron.offload.planner.projection.projection import (
     Projection,
@@ -96,6 +100,32 @@ def test_grouped_queries_and_gated_units_save_their_own_widths() -> None:
 def test_the_head_keeps_logits_in_fp32() -> None:
     logits = head_work(Transformer(**SHAPE, vocab_size=51200), Parallelism(tensor=2)).saved[-1]
     assert logits.num_bytes == 4 * 2048 * 51200 // 2
+
+
+def test_a_chunked_loss_keeps_no_logits_and_makes_them_again() -> None:
+    sizes = {"vocab_size": 128256, "seq_length": 65536}
+    plain, chunked = projection(**sizes), projection(**sizes, chunked_loss=True)
+    works = [head_work(one.model, one.parallel) for one in (plain, chunked)]
+    logits_bytes = works[0].saved[-1].num_bytes
+    assert [one.name for one in works[1].saved] == [one.name for one in works[0].saved[:-1]]
+    forward_s, backward_s = chunked.forward_s(works[1]), chunked.backward_s(works[1])
+    assert forward_s == plain.forward_s(works[0])
+    assert backward_s == pytest.approx(plain.backward_s(works[0]) + forward_s)
+    peaks = [Timeline(project(one)).keep_all().peak_bytes for one in (plain, chunked)]
+    assert peaks[0] - peaks[1] > 1.5 * logits_bytes  # and their gradient
+
+
+def test_an_mlp_over_tiles_keeps_its_input_and_works_in_a_tile() -> None:
+    sizes = {"gated": True, "ffn_hidden_size": 11008, "chunked_loss": True, "seq_length": 65536}
+    plain, tiled = projection(**sizes), projection(**sizes, tiled_mlp=True)
+    mlps = [layer_work(one.model, one.parallel)[1] for one in (plain, tiled)]
+    assert [one.name for one in mlps[1].saved] == ["norm input", "norm output"]
+    forward_s = tiled.forward_s(mlps[1])
+    assert tiled.backward_s(mlps[1]) == pytest.approx(plain.backward_s(mlps[0]) + forward_s)
+    works = [inside_mlp_bytes(one.model, one.parallel) for one in (plain, tiled)]
+    # A tile is a sixteenth; what it makes again is there beside the gradients. And sums in fp32.
+    assert works[1] == works[0] * 2 // 16 + 3 * 4096 * 11008 * 4
+    assert project(tiled).transient_bytes < project(plain).transient_bytes
 
 
 @pytest.mark.parametrize(

@@ -468,3 +468,14 @@ def test_where_nothing_is_left_to_move_any_placement_is_keep() -> None:
     for name, placement, size in lines:
         line = PlannedPart(0, "decoder.0", name, placement, size)
         assert Timeline(profile).predict(Plan((line,))) == Timeline(profile).predict(Plan(()))
+
+
+def test_a_heads_working_memory_is_there_where_all_that_is_kept_is() -> None:
+    profile = stage(3, transient_bytes=100, head_bytes=50)
+    assert predict(profile, KEEP).peak_bytes == 3 * 8 + 100 + 50
+    # The last layer computes, or is computed again, where nothing is left of the head.
+    assert predict(stage(1, head_bytes=5), RECOMPUTE).peak_bytes == 2 + 8
+    assert predict(stage(1, head_bytes=9), RECOMPUTE).peak_bytes == 2 + 9
+    first = PipelinePosition(2, 0, 1, 0)  # the last stage has the head
+    more = stage(3, head_bytes=50, position=first)
+    assert predict(more, KEEP).peak_bytes == predict(stage(3, position=first), KEEP).peak_bytes

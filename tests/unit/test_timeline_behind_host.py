@@ -102,6 +102,16 @@ def test_by_operation_a_piece_leaves_once_the_next_one_is_launched() -> None:
     assert writes[:3] == [1.0, 1.5, 2.0]
 
 
+def test_by_operation_what_is_kept_comes_once_the_piece_before_has_left() -> None:
+    # Pieces of 4 bytes, copied in 0.5 s, three on their way at most. The host launches all of
+    # layers 0 and 1 and the first operation of layer 2: 20 bytes. The last piece of layer 1 finds
+    # room at 1, when the first of layer 0 has left; then comes the other half of layer 2.
+    two = part(num_storages=2)
+    layers = tuple(layer(f"decoder.{n}", parts=(two,)) for n in range(3))
+    profile = behind(3, layers=layers, hands_over="operation", inflight_bytes=12)
+    assert predict(profile, HOST, HOST, KEEP).peak_bytes == 20
+
+
 def test_many_micro_batches_are_like_those_that_are_simulated() -> None:
     layers = tuple(layer(f"decoder.{n}") for n in range(4))
     for count in (1, 3):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What integrations put on objects of others: `put`, `replaced` for a while, `within` a context.
 
+`Replaced` is what stays in the place of modules as long as offload is on.
+
 Wrappers pass attributes on: one that is set on Fabric's module is set on the model in it as well,
 one that is set on a module of `torch.compile` only there. So these write into the object itself.
 """
@@ -10,10 +12,22 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 _NOTHING: Any = object()
 Context = contextlib.AbstractContextManager[Any]
+
+
+class Replaced(Protocol):
+    """Computes in the place of modules."""
+
+    def connect(self) -> None:
+        """Takes the modules' place."""
+        ...
+
+    def close(self) -> None:
+        """Gives it back."""
+        ...
 
 
 def put(owner: Any, name: str, value: Any) -> Callable[[], None]:

@@ -38,14 +38,21 @@ _MIMALLOC_ENVIRONMENT = {
     # that keeps everything has freed is gone before the next one wants it.
     "MIMALLOC_PURGE_DELAY": "10000",
 }
+_AT_ONCE = {"MIMALLOC_PURGE_DELAY": "0"}
 
 
-def allocator_environment() -> dict[str, str]:
-    """Environment variables with which a process on a CPU gives freed memory back."""
+def allocator_environment(*, keeps_for_reuse: bool = True) -> dict[str, str]:
+    """Environment variables with which a process on a CPU gives freed memory back.
+
+    Args:
+        keeps_for_reuse: after some seconds, which is faster. Else at once: then a step's peak has
+            nothing that is only kept for reuse.
+    """
     library = _mimalloc_library()
     if library is None:
         return dict(_GLIBC_ENVIRONMENT)
-    return {"LD_PRELOAD": str(library), **_MIMALLOC_ENVIRONMENT}
+    environment = {"LD_PRELOAD": str(library), **_MIMALLOC_ENVIRONMENT}
+    return environment if keeps_for_reuse else environment | _AT_ONCE
 
 
 def return_freed_memory() -> None:

@@ -7,17 +7,21 @@ Each stream has an `open.py` of its own that calls these.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 
 from megatron.offload.device.device import Device
 from megatron.offload.machine.memory_limit import memory_limit
+from megatron.offload.sizes import format_size
 from megatron.offload.tier_settings import TierSettings
 from megatron.offload.tiers.host import HostTier
-from megatron.offload.tiers.host_budget import host_budget_bytes
+from megatron.offload.tiers.host_budget import PROMISED, host_budget_bytes
 from megatron.offload.tiers.purpose import Purpose
 from megatron.offload.tiers.ssd import SsdTier
 from megatron.offload.tiers.tier import Tier
 from megatron.offload.tiers.tiered import TieredTier
+
+logger = logging.getLogger(__name__)
 
 
 def open_only_copies(
@@ -52,7 +56,21 @@ def open_host(
     settings: TierSettings, device: Device, purpose: Purpose, num_local_ranks: int
 ) -> HostTier:
     """Opens the tier in host memory. Raises ConfigurationError: there is less memory."""
-    budget = host_budget_bytes(settings.host_budget, num_local_ranks, memory_limit(), purpose)
+    limit = memory_limit()
+    budget = host_budget_bytes(settings.host_budget, num_local_ranks, limit, purpose)
+    if not budget and settings.host_budget is None:  # who asks for none wants none
+        others = " and ".join(dict.fromkeys(one.purpose.bytes_name for one in PROMISED.tiers()))
+        logger.warning(
+            "%shost memory takes nothing of %s: %s of %s (%s) is available%s; what has no other "
+            "tier stays in device memory; give %s, and smaller budgets to what else is there",
+            purpose.prefix,
+            purpose.bytes_name,
+            format_size(limit.available_bytes),
+            format_size(limit.total_bytes),
+            limit.source,
+            f" and promised to {others}" if others else "",
+            purpose.flag("host-budget"),
+        )
     return HostTier(budget, device=device, purpose=purpose)
 
 

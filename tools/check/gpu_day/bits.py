@@ -43,6 +43,7 @@ class Door:
         parameters: of `offload_parameters`.
         layer_major: steps run unit by unit.
         trainer: transformers' Trainer trains, and `OffloadCallback` is the door.
+        tiled: MLPs run over tiles of tokens, in the training without as well.
         codec: of `offload_parameters`; the training without rounds the same weights in memory.
         model: `compiled`, `reduce-overhead`, `checkpointing`, `fsdp2` or `adapters`: with the door
             and without.
@@ -54,14 +55,17 @@ class Door:
     parameters: str | None = None
     layer_major: bool = False
     trainer: bool = False
+    tiled: bool = False
     codec: str = "off"
     model: str = ""
 
     @property
     def without(self) -> Door:
         """The same training with nothing switched on."""
-        return Door(trainer=self.trainer, codec=self.codec, model=self.model)
+        return replace(Door(), **{name: getattr(self, name) for name in _IN_BOTH})
 
+
+_IN_BOTH = ("trainer", "tiled", "codec", "model")
 
 DOORS: dict[str, Door] = {
     "activations on host": Door("host", {"replay": "off"}),
@@ -72,6 +76,7 @@ DOORS: dict[str, Door] = {
     "recomputed with inputs on host": Door(
         "host", {"recompute_layers": "all", "recompute_input": "host"}
     ),
+    "tiles of MLPs and activations on host": Door("host", tiled=True),
     "states on host": Door(states="host"),
     "states on ssd": Door(states="ssd"),
     "parameters on host": Door(parameters="host"),
@@ -151,12 +156,13 @@ def _with_loop(
     with contextlib.ExitStack() as handles:
         model = _wrapped(plain, door.model, settings)
         activations = None
-        if door.activations is not None:
+        if door.activations is not None or door.tiled:
             activations = offload_activations(
                 model,
-                **_where(door.activations, settings),
+                **_where(door.activations or "off", settings),
                 **(door.settings or {}),
                 min_bytes=settings.min_bytes,
+                tiled_mlp=settings.few(600, 10) if door.tiled else "off",
             )
             handles.enter_context(activations)
         parameters = None

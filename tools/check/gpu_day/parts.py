@@ -14,6 +14,7 @@ from check.gpu.settings import SECTIONS
 from check.gpu_day.bits import DOORS
 from check.gpu_day.job import Job
 from check.gpu_day.settings import Settings, Shape
+from check.gpu_day.ways import AGAIN
 
 _TINY_SECTIONS = ("two_gpus", "parameters")  # in a dry run; gpu_check's own test runs all
 _STACK_WAYS = {  # and the steps that are measured
@@ -54,6 +55,8 @@ _LORA = (  # way, where the frozen layers are
 )
 _ROK_WAYS = ("none", "checkpointing", "replay", "host_replay", "host", "recompute_host", "half")
 _ROK_BATCHES = (1, 4)  # the part stack has the one between
+_LONG_WAYS = ("none", "checkpointing", *AGAIN)
+_LONG = (32768, 65536)  # tokens, in one sequence
 _SECONDS = 20.0  # of measured steps
 _LIMIT_S = 75.0
 _SLOW_WAYS, _SLOW_LIMIT_S = ("save_on_cpu", "tiered", "ssd"), 180.0
@@ -177,6 +180,21 @@ def _rok(settings: Settings) -> list[Job]:
     ]
 
 
+def _long(settings: Settings) -> list[Job]:
+    return [
+        _training(
+            f"long/{seq} {way}",
+            settings,
+            settings.shape("stack", seq=seq, batch=1),
+            way,
+            4,
+            limit_s=120,
+        )
+        for seq in _LONG[: settings.few(len(_LONG), 1)]
+        for way in _LONG_WAYS
+    ]
+
+
 def _loss(settings: Settings) -> list[Job]:
     return [Job("loss/Llama-3's vocabulary", f"{_HERE}.commands:loss_bench", 150)]
 
@@ -196,6 +214,7 @@ PARTS: dict[str, tuple[str, Callable[[Settings], list[Job]]]] = {
         "speed against peak memory, with other batches: the recompute-offload-keep curve",
         _rok,
     ),
+    "long": ("one sequence of 32768 and 65536 tokens, from all stays to tiles", _long),
     "loss": ("output layer and loss at Llama-3's vocabulary", _loss),
 }
 

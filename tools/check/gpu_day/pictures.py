@@ -7,7 +7,7 @@ right, the model's throughput upwards; a line for each strategy through its batc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,27 +58,38 @@ def _rok(day: Day, path: Path) -> Path | None:
         return None
     import matplotlib.pyplot as plt
 
+    looks = _looks(way for ways in lines.values() for way in ways)
     figure, axes = plt.subplots(1, len(lines), figsize=(8 * len(lines), 5.5), squeeze=False)
     for ax, (seq, ways) in zip(axes[0], sorted(lines.items()), strict=True):
         several = len({one["shape"]["batch"] for found in ways.values() for one in found}) > 1
-        for number, (way, found) in enumerate(ways.items()):
+        for way, found in ways.items():
             found = sorted(found, key=lambda one: (one["shape"]["batch"], _memory_gib(one)))
             xs, ys = [_memory_gib(one) for one in found], [one["TFLOP_per_s"] for one in found]
-            color, marker = plt.get_cmap("tab20")(number % 20), _MARKERS[number % len(_MARKERS)]
-            ax.plot(xs, ys, color=color, marker=marker, markersize=7, linewidth=1,
-                    label=_NAMES.get(way, way))  # fmt: skip
+            ax.plot(xs, ys, markersize=7, linewidth=1, label=_NAMES.get(way, way), **looks[way])
             for x, y, one in zip(xs, ys, found, strict=True) if several else ():
                 ax.annotate(f"B{one['shape']['batch']}", (x, y), fontsize=7, xytext=(3, 3),
                             textcoords="offset points")  # fmt: skip
         ax.set(xlabel="activation memory peak (GiB)", ylabel="model throughput (TFLOP/s)")
         ax.set_title(_title(day, next(iter(ways.values()))[0]["shape"], seq), fontsize=9)
-        ax.set_ylim(bottom=0)
+        most = max(one["TFLOP_per_s"] for found in ways.values() for one in found)
+        ax.set_ylim(0, 1.08 * most)
         ax.set_xlim(left=0)
         ax.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=_DPI)
     plt.close(figure)
     return path
+
+
+def _looks(ways: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Colour and marker of each way, the same in all panels."""
+    import matplotlib.pyplot as plt
+
+    colors = plt.get_cmap("tab20")
+    return {
+        way: {"color": colors(number % 20), "marker": _MARKERS[number % len(_MARKERS)]}
+        for number, way in enumerate(dict.fromkeys(ways))
+    }
 
 
 def _memory_gib(found: dict[str, Any]) -> float:

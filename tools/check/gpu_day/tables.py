@@ -35,6 +35,7 @@ def page(day: Day) -> str:
         "LoRA": lambda day: _trainings(day.of("lora")),
         "Timeline": _timeline,
         "Recompute, offload, keep": lambda day: _trainings(day.of("rok")),
+        "Long sequences": lambda day: _trainings(day.of("long")),
         "Loss": _loss,
     }.items():
         if text := section(day):

@@ -8,6 +8,8 @@ replay          nothing moves; what is a cheap function of other saved bytes is 
 host, ssd       everything goes to host memory, or to the drive
 tiered          to both; host memory for a third of it
 recompute_host  every layer again in backward, its input in host memory
+chunked_host    the same, and the loss over chunks of tokens
+tiled_host      the same, and MLPs over tiles of tokens
 half            the first half of the layers to host memory, the others stay
 auto            the planner, within a budget
 host_replay, auto_replay   the same with replay
@@ -33,7 +35,8 @@ from check.gpu_day.job import Skip
 from check.gpu_day.settings import Settings, Shape
 from megatron.offload import offload_activations, offload_optimizer, offload_parameters
 
-OURS = ("keep", "replay", "host", "tiered", "ssd", "recompute_host", "half", "auto")
+AGAIN = ("recompute_host", "chunked_host", "tiled_host")  # each with one thing more
+OURS = ("keep", "replay", "host", "tiered", "ssd", *AGAIN, "half", "auto")
 _WITH_REPLAY = "_replay"  # behind the name of a way of ours
 _WITH_CODEC = ("_int8", "_int4")  # likewise
 PEERS = ("save_on_cpu", "save_on_cpu_pinned", "trl", "fsdp2_cpu")
@@ -135,10 +138,13 @@ def _ours(name: str, model: Any, shape: Shape, settings: Settings, budget_bytes:
     if name == "tiered":
         host["host_budget"] = shape.layers * shape.layer_bytes // _TIERED_SHARE
         return offload_activations(model, settings.directory, mode="tiered", **host)
-    if name == "recompute_host":
-        return offload_activations(
-            model, mode="host", recompute_layers="all", recompute_input="host", **host
-        )
+    if name in AGAIN:
+        host |= {"recompute_layers": "all", "recompute_input": "host"}
+        if name != "recompute_host":
+            host["chunked_loss"] = "auto"
+        if name == "tiled_host":
+            host["tiled_mlp"] = 10 if settings.is_tiny else "auto"
+        return offload_activations(model, mode="host", **host)
     if name == "half":
         layers = f"0-{shape.layers // 2 - 1}"
         return offload_activations(model, mode="host", offload_layers=layers, **host)

@@ -47,7 +47,7 @@ class SavingContext(torch.autograd.graph.saved_tensors_hooks):
     _is_over = _has_ended = False  # its end has begun, and has come to its own end
 
     def __init__(self, hooks: SavedTensorHooks, batch: WriteBatch) -> None:
-        super().__init__(self._pack, hooks.unpack)
+        super().__init__(self._timed_pack if hooks.is_timed else self._pack, hooks.unpack)
         self._begin(hooks, batch)
 
     def _begin(self, hooks: SavedTensorHooks, batch: WriteBatch) -> None:
@@ -64,7 +64,7 @@ class SavingContext(torch.autograd.graph.saved_tensors_hooks):
         self._is_over = True
         self._take_off()
         if self._hooks.recipes is not None:
-            self._hooks.recipes.available.leave()
+            self._hooks.recipes.leave()
         self.submit()
         self._has_ended = True
 
@@ -83,6 +83,10 @@ class SavingContext(torch.autograd.graph.saved_tensors_hooks):
             above.append(hooks)
         while above:
             autograd._push_saved_tensors_default_hooks(*above.pop())
+
+    def _timed_pack(self, tensor: torch.Tensor) -> Packed:
+        with self._hooks.time():
+            return self._pack(tensor)
 
     def _pack(self, tensor: torch.Tensor) -> Packed:
         if self._is_over:

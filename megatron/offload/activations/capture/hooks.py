@@ -8,6 +8,7 @@ reads them back.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -105,12 +106,22 @@ class SavedTensorHooks:
                 cache.device, self.unpack, eps_of, self._fetch, is_exact=codec is None
             )
         self._codec = codec
+        self._waits = step.waits
         self._unreplayed = Unreplayed()
         # Held while one record is read back: its states and the read-ahead expect one read at a
         # time, and several threads may run backward through one graph. The holder may wait for a
         # read; that read never depends on a thread that waits for this lock. Taken before a
         # record's lock.
         self._one_at_a_time = threading.Lock()
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether hooks of forward are to run in `time`. A codec computes in them."""
+        return self._waits.times_hooks and self._codec is None
+
+    def time(self) -> contextlib.AbstractContextManager[None]:
+        """Notes what compute stands still for meanwhile."""
+        return self._waits.for_hook()
 
     # -- Out --------------------------------------------------------------------------------------
 
@@ -146,7 +157,7 @@ class SavedTensorHooks:
     def end_layers(self) -> None:
         """The last layer of a forward pass has run: nothing is kept for comparisons."""
         if self.recipes is not None:
-            self.recipes.available.leave()
+            self.recipes.leave()
 
     def keep(self, tensor: torch.Tensor) -> Packed:
         """What autograd keeps of a tensor that stays."""

@@ -7,6 +7,7 @@ between them and registers hooks on each saved tensor that moves; it leaves the 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -66,7 +67,8 @@ class LayerCapture:
         Args: those of `OffloadEngine.capture`.
         """
         outputs = list(outputs)
-        with PLAIN_TORCH():
+        is_timed = self._hooks.is_timed
+        with self._hooks.time() if is_timed else contextlib.nullcontext(), PLAIN_TORCH():
             inputs = list(inputs)
             found = self._find(scope, outputs, inputs, captured)
             starts: set[int] = set()

@@ -24,6 +24,12 @@ of one another's results; copies of parameters; and the results of nodes in the 
 the way. A tensor that was changed in place since it was made is neither target nor operand: its
 node does not show what it was then. Operands that are changed later make backward raise, as they do
 in autograd.
+
+Note [Searches left out]
+A walk through the graph that ends without a recipe takes as long as saving the tensor, and ends so
+in each pass. So a search that found nothing `_MOST_FAILED` times in a row, in the same place of the
+same layer, for a result of the same operation and shape, is made in one pass of `_TRIED_AGAIN`
+only. The tensor is saved then, which is right in any case.
 """
 
 from __future__ import annotations
@@ -57,6 +63,9 @@ from megatron.offload.errors import OffloadError
 _NUM_CHECKS = 2
 _MOST_UNSEEN = 4  # passes in which exact operands were missing, before a recipe is given up
 _MOST_DEPTH = 6  # replayed operands of replayed operands: all are in memory together
+_MOST_FAILED = 8  # Note [Searches left out]
+_TRIED_AGAIN = 64  # of so many passes one
+_MOST_KINDS = 1 << 14
 _LEAST_GAIN = 4  # a recipe holds copies of parameters: they take less than this part of its result
 
 
@@ -68,6 +77,45 @@ class _CheckedProgram:
     num_checks: int = 0
     num_unseen: int = 0  # times that exact operands were not there, where a codec is used
     is_refused: bool = False
+
+
+class _Fruitless:
+    """Searches that found nothing, by place and kind of target: see Note [Searches left out]."""
+
+    def __init__(self) -> None:
+        self._num_passes: dict[Any, int] = {}  # in a row, also those without a search
+        self._scope: Scope | None = None
+        self._number = 0
+
+    def place_of(self, scope: Scope) -> tuple[int, str, str, int]:
+        """The layer of the next target, and its number among those of this pass through it."""
+        if scope is not self._scope:
+            if scope != self._scope:
+                self.leave()
+            self._scope = scope
+        self._number += 1
+        return scope.chunk, scope.layer, scope.part, self._number
+
+    def leave(self) -> None:
+        """A pass through a layer, or a forward pass, has ended."""
+        self._number = 0
+
+    def skips(self, kind: Any) -> bool:
+        """Whether this search is left out."""
+        passes = self._num_passes.get(kind, 0)
+        if passes < _MOST_FAILED or passes % _TRIED_AGAIN == 0:
+            return False
+        self._num_passes[kind] = passes + 1
+        return True
+
+    def note(self, kind: Any, *, is_found: bool) -> None:
+        """A search was made."""
+        if is_found:
+            self._num_passes.pop(kind, None)
+            return
+        if len(self._num_passes) == _MOST_KINDS:  # shapes that come once
+            self._num_passes.clear()
+        self._num_passes[kind] = self._num_passes.get(kind, 0) + 1
 
 
 class RecipeFinder:
@@ -97,7 +145,13 @@ class RecipeFinder:
         self._fetch = fetch
         self.available = AvailableTensors(device, unpack, eps_of, is_exact=is_exact)
         self._checked: dict[Any, _CheckedProgram] = {}
+        self._fruitless = _Fruitless()
         self._scalars: dict[Any, float] = {}  # that were right last, to be compared first
+
+    def leave(self) -> None:
+        """A forward pass has ended: nothing is kept for comparisons."""
+        self.available.leave()
+        self._fruitless.leave()
 
     def find(
         self,
@@ -125,12 +179,17 @@ class RecipeFinder:
             return None
         if target._version or target.storage_offset() or target.nbytes != storage.nbytes():
             return None
+        layout = Layout(tuple(target.shape), target.stride(), target.dtype)
+        kind = self._fruitless.place_of(scope), type(node), layout
+        if self._fruitless.skips(kind):
+            return None
         search = RecipeSearch(self.available, target, save)
-        if search.result(node, target.output_nr, is_target=True) is None:
+        found = search.result(node, target.output_nr, is_target=True)
+        self._fruitless.note(kind, is_found=found is not None)
+        if found is None:
             return None
         if search.depth > _MOST_DEPTH or search.parameter_bytes * _LEAST_GAIN > target.nbytes:
             return None
-        layout = Layout(tuple(target.shape), target.stride(), target.dtype)
         steps = tuple(search.steps)
         if search.is_scalar_missing:
             program = self._with_scalar(steps, layout, search, target)

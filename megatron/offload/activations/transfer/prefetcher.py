@@ -37,6 +37,9 @@ class Prefetcher:
     of up to `_TOLERATED_WAIT` do not count. Storages that pass without a read no longer count: the
     logits, often the largest, are saved last and used when memory is scarcest.
 
+    Attributes:
+        is_held: whether nothing is read ahead for now; compute reads what it needs itself.
+
     Args:
         begin_read: starts the read of a record that is on a tier, unless another thread has; says
             whether it did. Records with smaller numbers are needed sooner.
@@ -47,6 +50,7 @@ class Prefetcher:
     def __init__(
         self, begin_read: Callable[[SavedStorage, float], bool], budget: ByteBudget
     ) -> None:
+        self.is_held = False
         self._begin_read = begin_read
         self._budget = budget
         self._save_order: SaveOrder | None = None
@@ -110,9 +114,11 @@ class Prefetcher:
 
     def advance(self) -> None:
         """Starts reads until the window is full; one storage always fits."""
-        while (save_order := self._save_order) is not None and (
-            record := save_order.last()
-        ) is not None:
+        while (
+            not self.is_held
+            and (save_order := self._save_order) is not None
+            and (record := save_order.last()) is not None
+        ):
             # Compute may be ahead of this thread: then it has used every view, and needs no read.
             if record.num_unused_views > 0 and record.state in _AWAY:
                 while self._left:

@@ -84,6 +84,12 @@ class Reader:
         """The backward pass is over: nothing more is read ahead."""
         self._dispatcher.submit(self.prefetcher.stop)
 
+    def hold_prefetch(self, is_held: bool) -> None:
+        """Has nothing read ahead until the opposite is said."""
+        self.prefetcher.is_held = is_held
+        if not is_held:
+            self._dispatcher.submit(self.prefetcher.advance)
+
     def read_ahead(self, record: SavedStorage) -> None:
         """A record is needed soon, out of the order of a backward pass."""
         self._dispatcher.submit(functools.partial(self._read_soon, weakref.ref(record)))

@@ -13,6 +13,7 @@ from megatron.offload.activations.stats.memory_parts import (
     OUTSIDE,
     PARTS,
     RECOMPUTED,
+    REPLAYED,
     REST,
     USED,
     WRITING,
@@ -31,6 +32,7 @@ _COLOURS = {
     AHEAD: "#009E73",
     USED: "#F0E442",
     RECOMPUTED: "#CC79A7",
+    REPLAYED: "#D55E00",
     REST: "#DDDDDD",
 }
 _SHADED = "backward"

@@ -47,9 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--profile", type=Path, metavar="FILE", help="a profile that a run has measured"
     )
     source.add_argument("--hardware", choices=names("gpus"), help="a GPU, known by its data sheet")
-    _add_hardware(parser.add_argument_group("hardware"))
-    _add_model(parser.add_argument_group("model, as Megatron's flags"))
-    _add_parallelism(parser.add_argument_group("division and batch, as Megatron's flags"))
+    add_hardware(parser.add_argument_group("hardware"))
+    add_model(parser.add_argument_group("model, as Megatron's flags"))
+    add_parallelism(parser.add_argument_group("division and batch, as Megatron's flags"))
     _add_goal(parser.add_argument_group("goal"))
     _add_streaming(
         parser.add_argument_group(
@@ -72,7 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_hardware(group: Any) -> None:
+def add_hardware(group: Any) -> None:
+    """Adds the flags of drives, host memory and what a GPU reaches."""
     group.add_argument(
         "--ssds",
         type=number(0, 1024),
@@ -104,7 +105,8 @@ def _add_hardware(group: Any) -> None:
     )
 
 
-def _add_model(group: Any) -> None:
+def add_model(group: Any) -> None:
+    """Adds the flags of a model's sizes."""
     group.add_argument("--num-layers", type=_layers, metavar="N")
     for flag in ("--hidden-size", "--num-attention-heads", "--seq-length"):
         group.add_argument(flag, type=count, metavar="N")
@@ -146,7 +148,8 @@ def _add_model(group: Any) -> None:
     )
 
 
-def _add_parallelism(group: Any) -> None:
+def add_parallelism(group: Any) -> None:
+    """Adds the flags of batch sizes and of how a model is divided."""
     for flag in ("--micro-batch-size", "--global-batch-size"):
         group.add_argument(flag, type=count, metavar="N")
     group.add_argument("--tensor-model-parallel-size", type=count, default=1, metavar="N")
@@ -183,6 +186,11 @@ def _add_goal(group: Any) -> None:
         help="the least memory in a step that is at most this much slower than one that keeps "
         "everything. Default, without a budget: 0.02",
     )
+    add_what_moves(group)
+
+
+def add_what_moves(group: Any) -> None:
+    """Adds the flags of what is moved, replayed and encoded, and of where states are."""
     group.add_argument(
         "--activation-offload-min-bytes",
         type=size,

@@ -25,7 +25,11 @@ class RunError(Exception):
 
 @dataclass(frozen=True)
 class Variant:
-    """A placement with the allocator settings it runs under: "default" or "offload"."""
+    """A placement with the allocator settings it runs under: "default", "offload" or "tight".
+
+    The last is as "offload", but that freed memory goes back to the system at once: its peaks are
+    lower, and its steps slower.
+    """
 
     placement: str
     allocator: str

@@ -313,9 +313,9 @@ def _die_with_parent() -> None:
 
 
 def _environment(allocator: str) -> dict[str, str]:
-    ours = allocator_environment()
+    ours = allocator_environment(keeps_for_reuse=allocator != "tight")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
-    return environment | ours if allocator == "offload" else environment
+    return environment if allocator == "default" else environment | ours
 
 
 # ------------------------------------------------------------------ flags

@@ -32,9 +32,11 @@ from megatron.offload.integration.megatron.layer_major import (
 from megatron.offload.integration.megatron.model_states import ModelStates
 from megatron.offload.integration.megatron.patch_points import decorate
 from megatron.offload.integration.megatron.recomputable import check_recomputation
-from megatron.offload.integration.megatron.refused import ACTIVATIONS, CHUNKED_LOSS
+from megatron.offload.integration.megatron.refused import ACTIVATIONS, CHUNKED_LOSS, TILED_MLP
 from megatron.offload.integration.megatron.replayable_functions import add_functions
+from megatron.offload.integration.megatron.tiled_mlps import TiledMlps, check_mlps
 from megatron.offload.integration.megatron.versions import check_version
+from megatron.offload.integration.own_attributes import Replaced
 from megatron.offload.integration.training_steps import TrainingSteps
 from megatron.offload.layer_major.config import LayerMajorConfig
 from megatron.offload.planner.libraries import check_libraries
@@ -80,13 +82,13 @@ class MegatronOffload:
         steps: TrainingSteps | None,
         model_chunks: Sequence[torch.nn.Module],
         calls: MegatronHooks | None = None,
-        loss: ChunkedLoss | None = None,
+        replaced: Sequence[Replaced] = (),
         states: ModelStates | None = None,
         layer_major: LayerMajorHooks | None = None,
     ) -> None:
         self._steps = steps
         self._calls = calls
-        self._loss = loss
+        self._replaced = list(replaced)
         self._states = states
         self._model_chunks = list(model_chunks)
         self._schedule: LayerMajorHooks | LastBackward | None = layer_major
@@ -96,8 +98,6 @@ class MegatronOffload:
         self._patches = decorate() if first is not None else []
         if first is not None:
             connect(first)
-        if loss is not None:
-            loss.connect()
 
     @property
     def engine(self) -> OffloadEngine | None:
@@ -145,9 +145,8 @@ class MegatronOffload:
 
     def uninstall(self) -> None:
         """Restores Megatron's functions; activations stay in memory from now on."""
-        if self._loss is not None:
-            self._loss.close()
-            self._loss = None
+        while self._replaced:
+            self._replaced.pop().close()
         if self._schedule is not None or self._calls is not None:
             connect(None)
         if isinstance(self._schedule, LayerMajorHooks):
@@ -180,7 +179,7 @@ def install(
 
     Args:
         config: with mode `off` every call of the result does nothing, and nothing is touched but
-            the loss, if it is to be chunked.
+            the loss and MLPs, if they are to be computed in pieces.
         model_chunks: the model chunks of this rank, wrapped in DistributedDataParallel or not.
         reserve_bytes: SSD space to allocate before training, see `estimate.activation_bytes`.
         num_local_ranks: ranks on this machine, which share its memory.
@@ -194,7 +193,7 @@ def install(
         ConfigurationError: the version, a setting, the plan's file or the directory cannot work.
     """
     layer_major = layer_major or LayerMajorConfig()
-    if not config.enabled and not config.chunks_loss and not layer_major.enabled:
+    if not config.enabled and not config.in_pieces and not layer_major.enabled:
         return MegatronOffload(None, model_chunks, states=states)
     check_wrappers(model_chunks)
     settings = _transformer_config(model_chunks)
@@ -209,44 +208,56 @@ def install(
         model = only_chunk(model_chunks)
         return LayerMajorHooks(layer_major, model, settings, engine, run_layer, near, profiler)
 
-    loss = None
-    if config.chunks_loss:
-        loss = ChunkedLoss(model_chunks, config.chunk_tokens)
-    if not config.enabled:
-        schedule = units(None, None, None)
-        return MegatronOffload(None, model_chunks, None, loss, states, schedule)
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    device = open_device(next(model_chunks[0].parameters()).device)
+    with contextlib.ExitStack() as undo:
+        replaced = _replaced(config, model_chunks)
+        for one in replaced:  # first: a plan recomputes no part of what is computed otherwise
+            one.connect()
+            undo.callback(one.close)
+        if not config.enabled:
+            schedule = units(None, None, None)
+            offload = MegatronOffload(None, model_chunks, None, replaced, states, schedule)
+            undo.pop_all()
+            return offload
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        device = open_device(next(model_chunks[0].parameters()).device)
 
-    def planned() -> tuple[RankConsensus, Stage]:
-        from megatron.offload.integration.megatron.process_groups import consensus_of, stage_of
+        def planned() -> tuple[RankConsensus, Stage]:
+            from megatron.offload.integration.megatron.process_groups import consensus_of, stage_of
 
-        by_operation = config.granularity == "operation"
-        stage = stage_of(
-            model_chunks, settings, num_local_ranks, layer_major, by_operation=by_operation
+            by_operation = config.granularity == "operation"
+            stage = stage_of(
+                model_chunks, settings, num_local_ranks, layer_major, by_operation=by_operation
+            )
+            return consensus_of(device.device, settings), stage
+
+        steps = TrainingSteps(
+            config,
+            device,
+            rank=rank,
+            num_local_ranks=num_local_ranks,
+            reserve_bytes=reserve_bytes,
+            policy=policy,
+            planned=planned,
+            run_directory=run_directory,
+            beside=None if states is None else states.auto,
         )
-        return consensus_of(device.device, settings), stage
-
-    steps = TrainingSteps(
-        config,
-        device,
-        rank=rank,
-        num_local_ranks=num_local_ranks,
-        reserve_bytes=reserve_bytes,
-        policy=policy,
-        planned=planned,
-        run_directory=run_directory,
-        beside=None if states is None else states.auto,
-    )
-    try:
+        undo.callback(steps.close)
         add_functions()
         steps.engine.note_models(model_chunks)
         calls = MegatronHooks(steps.engine, model_chunks, settings, steps.profiler)
         schedule = units(steps.engine, calls.layer, steps.profiler)
-    except BaseException:
-        steps.close()
-        raise
-    return MegatronOffload(steps, model_chunks, calls, loss, states, schedule)
+        undo.pop_all()
+    return MegatronOffload(steps, model_chunks, calls, replaced, states, schedule)
+
+
+def _replaced(config: OffloadConfig, model_chunks: Sequence[torch.nn.Module]) -> list[Replaced]:
+    """What computes in the place of modules, not yet connected."""
+    replaced: list[Replaced] = []
+    if config.chunks_loss:
+        replaced.append(ChunkedLoss(model_chunks, config.chunk_tokens))
+    if config.tiles_mlps:
+        replaced.append(TiledMlps(model_chunks, config.tile_tokens))
+    return replaced
 
 
 def check(
@@ -278,11 +289,14 @@ def _check(
     config: OffloadConfig, settings: Any, layer_major: LayerMajorConfig, *, plans: bool
 ) -> None:
     """What `check` and `install` both make sure of; `plans`: the planner will be needed."""
-    if config.enabled or config.chunks_loss or layer_major.enabled:
+    if config.enabled or config.in_pieces or layer_major.enabled:
         check_version()
     check_layer_major(layer_major, settings, boundary=config.boundary)
     if config.chunks_loss:
         CHUNKED_LOSS.check(settings)
+    if config.tiles_mlps:
+        TILED_MLP.check(settings)
+        check_mlps(settings)
     if config.enabled:
         check_settings(settings)
         check_layers(config, settings)

@@ -100,6 +100,19 @@ CHUNKED_LOSS = Refusals(
     },
 )
 
+# With which a tile is not what all tokens are.
+TILED_MLP = Refusals(
+    "--activation-tiled-mlp",
+    {
+        **dict.fromkeys(("fp8", "fp4"), "a tile would be scaled by its own values"),
+        "use_te_activation_func": _UNTRIED,
+        "use_kitchen": _UNTRIED,
+        "delay_wgrad_compute": "it needs what a tile saved after the layer's backward pass",
+        "overlap_moe_expert_parallel_comm": "its schedule runs parts of a layer by itself",
+        **dict.fromkeys(_GRAPHS, "a captured graph has fixed addresses"),
+    },
+)
+
 _OF_ONE_PASS = "what it measures of the weights belongs to one pass of the whole model"
 _COUNTS_LAYERS = "it counts layers of one pass at a time"
 STEPS = Refusals(
@@ -219,6 +232,7 @@ LAUNCHER = Refusals(
 ALL = {
     "Activations": ACTIVATIONS,
     "The loss over chunks": CHUNKED_LOSS,
+    "MLPs over tiles": TILED_MLP,
     "Layer-major steps": STEPS,
     "Optimizer states": STATES,
     "Parameters": PARAMETERS,

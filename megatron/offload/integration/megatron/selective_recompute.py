@@ -153,7 +153,8 @@ def _operations(layer: Any, part: str) -> Iterator[Operation]:
     norm, part, flag = names[part]
     used: Any = getattr(layer, part, None)
     # Before the norm: that one wraps the whole part.
-    if part == MLP and getattr(type(used), "forward", None) is MlpModule.forward:
+    has_own = getattr(type(used), "forward", None) is MlpModule.forward
+    if part == MLP and has_own and "forward" not in vars(used):  # tiles run again as they are
         yield functools.partial(_activation, used)
     core = getattr(used, "core_attention", None)
     if isinstance(core, DotProductAttention) and not used.checkpoint_core_attention:

@@ -66,7 +66,7 @@ class Requested:
     @property
     def changes_passes(self) -> bool:
         """Whether forward and backward run in another way than Megatron's."""
-        return self.activations.enabled or self.activations.chunks_loss or self.layer_major.enabled
+        return self.activations.enabled or self.activations.in_pieces or self.layer_major.enabled
 
     @property
     def moves(self) -> bool:

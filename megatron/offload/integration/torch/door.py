@@ -19,6 +19,8 @@ import torch
 from megatron.offload.activations.open import check_tiers
 from megatron.offload.config import OffloadConfig
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.integration.own_attributes import Replaced
+from megatron.offload.integration.tiled_mlps import TiledMlps
 from megatron.offload.integration.torch.causal_lm_loss import chunked_losses
 from megatron.offload.integration.torch.layers import find_layers
 from megatron.offload.integration.torch.measured_run import MeasuredRun
@@ -36,6 +38,7 @@ def offload_activations(
     *,
     mode: str | None = None,
     layers: Iterable[str | type[torch.nn.Module]] | None = None,
+    inside_graphs: bool = False,
     run_directory: str | os.PathLike[str] | None = None,
     metrics_file: str | os.PathLike[str] | None = None,
     **settings: Any,
@@ -58,12 +61,15 @@ def offload_activations(
         layers: what counts as a layer, for `auto`, statistics and error messages: classes, names of
             classes or patterns of module names such as `model.layers.*`. Default: modules of one
             class that stand in a ModuleList or Sequential.
+        inside_graphs: what `torch.compile` makes of a forward pass moves its activations inside of
+            its graphs; see docs/integrations.md. Not with `auto` or a codec.
         run_directory: with `auto`, where what was measured is written.
         metrics_file: gets a JSON line for each step of the first rank: its time, its peak memory,
             its loss and what moved; `megatron-offload report` makes a table of several.
         settings: any other field of `OffloadConfig` by its name; sizes as numbers or as text:
             `memory_budget_bytes="12GiB"`, `min_bytes="256KiB"`. `chunked_loss="auto"` is for causal
-            language models of transformers: their loss over chunks of tokens, not bit-identical.
+            language models of transformers: their loss over chunks of tokens, `tiled_mlp="auto"`
+            runs MLPs over tiles of tokens (docs/long-sequences.md): neither is bit-identical.
 
     Returns:
         A handle with `statistics`, `summary()`, `report()` and `close()`, also a context manager.
@@ -86,7 +92,13 @@ def offload_activations(
             metrics_file = measured.metrics_file or metrics_file
         config = config.resolved()
         found = find_layers(models, layers)
-        heads = chunked_losses(models, config.chunk_tokens) if config.chunks_loss else []
+        if inside_graphs:
+            _check_graphs(config)
+        replaced: list[Replaced] = []
+        if config.chunks_loss:
+            replaced += chunked_losses(models, config.chunk_tokens)
+        if config.tiles_mlps:
+            replaced.append(TiledMlps(models, config.tile_tokens))
         if config.enabled:
             config.check_recompute_input(
                 "give both or neither (what a checkpoint of the model's own keeps goes where "
@@ -109,8 +121,9 @@ def offload_activations(
         config,
         models,
         found,
-        heads=heads,
+        replaced=replaced,
         run_directory=None if run_directory is None else parse_path(run_directory),
+        inside_graphs=inside_graphs,
     )
     if metrics_file is not None and rank() == 0:
         in_turns = measured is not None and measured.in_turns
@@ -120,6 +133,24 @@ def offload_activations(
             offload.close()
             raise
     return offload
+
+
+def _check_graphs(config: OffloadConfig) -> None:
+    from megatron.offload.integration.torch.compiled_graphs import has_seam
+
+    if config.plans:
+        raise ConfigurationError(
+            "auto does not measure layers within a compiled graph; drop inside_graphs, or use "
+            "mode='ssd' or 'host'"
+        )
+    if config.codec != "off":
+        raise ConfigurationError(
+            "inside_graphs has not been tried with a codec; drop one of the two"
+        )
+    if not has_seam():
+        raise ConfigurationError(
+            f"inside_graphs is for PyTorch 2.13 and 2.14, and this is {torch.__version__}; drop it"
+        )
 
 
 def _tell(config: OffloadConfig, path: Path) -> NoReturn:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a command asks of a script that uses the door: `MeasuredRun`.
 
-`megatron-offload rok`, `report` and `doctor` start scripts with `--script`; an environment variable
-tells the door in the script's process which of its settings to replace.
+The commands `rok`, `longest`, `report` and `doctor` start scripts with `--script`; an environment
+variable tells the door in the script's process which of its settings to replace.
 """
 
 from __future__ import annotations

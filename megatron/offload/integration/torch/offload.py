@@ -25,7 +25,7 @@ from megatron.offload.device.open import open_device
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.engine_passes import EnginePasses
 from megatron.offload.integration.open_streams import OPEN
-from megatron.offload.integration.output_head import OutputHead
+from megatron.offload.integration.own_attributes import Replaced
 from megatron.offload.integration.torch.compute_device import compute_device
 from megatron.offload.integration.torch.layer_calls import LayerCalls
 from megatron.offload.integration.torch.module_hooks import ModuleHooks
@@ -67,7 +67,8 @@ class ActivationOffload:
         config: with mode `off` nothing is touched.
         models: that train together.
         layers: of them, by module.
-        heads: output layers and losses, to be connected until `close`; with mode `off` too.
+        replaced: what computes in the place of modules (chunked losses, tiled MLPs), to be
+            connected until `close`; with mode `off` too.
         run_directory: with `auto`, what was measured is written there.
 
     Raises:
@@ -80,8 +81,9 @@ class ActivationOffload:
         models: Sequence[torch.nn.Module],
         layers: Mapping[torch.nn.Module, str],
         *,
-        heads: Sequence[OutputHead] = (),
+        replaced: Sequence[Replaced] = (),
         run_directory: Path | None = None,
+        inside_graphs: bool = False,
     ) -> None:
         self.layers = list(layers.values())
         self._names = dict(layers)
@@ -92,12 +94,13 @@ class ActivationOffload:
         self._run_directory = run_directory
         self._steps: TrainingSteps | None = None
         self._calls = LayerCalls(layers)
+        self._inside_graphs = inside_graphs
         self._passes = Passes(
             self._open,
             functools.partial(compute_device, self._models),
             config.min_bytes,
             self._step,
-            self._calls.forward,
+            self._around_forward,
         )
         self._hooks = ModuleHooks()
         self._closing = contextlib.ExitStack()  # what is to be undone
@@ -112,11 +115,11 @@ class ActivationOffload:
         self._is_closed = not config.enabled
         if config.enabled:
             self._hook(layers)
-        self._heads: list[OutputHead] = []
+        self._replaced: list[Replaced] = []
         try:
-            for head in heads:
-                head.connect()
-                self._heads.append(head)
+            for one in replaced:
+                one.connect()
+                self._replaced.append(one)
         except BaseException:  # the caller gets no handle to close
             self.close()
             raise
@@ -208,6 +211,7 @@ class ActivationOffload:
             plan,
             self.summary(),
             holds_again=self._num_holding >= _HOLDING_STEPS,
+            inside_graphs=self._inside_graphs,
         )
 
     def log_steps(self, path: Path, *, in_turns: bool = False) -> None:
@@ -230,8 +234,8 @@ class ActivationOffload:
     def close(self) -> None:
         """Takes the hooks off, waits for transfers and gives memory and disk space back."""
         self._close_log()
-        while self._heads:
-            self._heads.pop().close()
+        while self._replaced:
+            self._replaced.pop().close()
         if self._is_closed:
             return
         self._is_closed = True
@@ -265,8 +269,12 @@ class ActivationOffload:
                     f"the activations of {type(model).__name__} are offloaded already; close the "
                     "first handle, or give all models in one call"
                 )
-        # Trainers call parts of a model by themselves: the body, and the head in pieces.
-        for module in dict.fromkeys(one for model in self._models for one in _outermost(model)):
+        # Trainers call parts of a model by themselves: the body, and the head in pieces. A graph
+        # would end before these.
+        called = self._models
+        if not self._inside_graphs:
+            called = tuple(one for model in self._models for one in _outermost(model))
+        for module in dict.fromkeys(called):
             self._hooks.add(
                 module,
                 self._passes.begin_forward,
@@ -321,6 +329,16 @@ class ActivationOffload:
         return planned_stage(layers, device, position)
 
     @contextlib.contextmanager
+    def _around_forward(self, engine: OffloadEngine) -> Iterator[None]:
+        graphs: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._inside_graphs:
+            from megatron.offload.integration.torch.compiled_graphs import moving_in_graphs
+
+            graphs = moving_in_graphs(engine, self._names.values(), self._config.min_bytes)
+        with self._calls.forward(), graphs:
+            yield
+
+    @contextlib.contextmanager
     def _step(self, steps: TrainingSteps) -> Iterator[None]:
         if self._config.plans and self._num_steps and not self._calls.num_calls:
             raise ConfigurationError(
@@ -349,7 +367,8 @@ class ActivationOffload:
     def _warn(self) -> None:
         """After the first step: what a user would not expect."""
         assert self._steps is not None
-        for sentence in warnings_of(self._config, self._models, self._steps.engine):
+        engine = self._steps.engine
+        for sentence in warnings_of(self._config, self._models, engine, self._inside_graphs):
             logger.warning("activation offload: %s", sentence)
 
 

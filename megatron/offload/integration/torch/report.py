@@ -26,6 +26,7 @@ def report_of(
     summary: str,
     *,
     holds_again: bool = False,
+    inside_graphs: bool = False,
 ) -> str:
     """What was found in the models, where activations go and what stays, as lines of text."""
     lines = [f"activation offload of {' and '.join(type(model).__name__ for model in models)}"]
@@ -52,7 +53,9 @@ def report_of(
             lines.append(f"  long-lived  {format_size(rest)} in others")
         if holds_again:
             lines.append(f"  warning     {held_again(engine)}")
-        lines += [f"  warning     {one}" for one in warnings_of(config, models, engine)]
+        lines += [
+            f"  warning     {one}" for one in warnings_of(config, models, engine, inside_graphs)
+        ]
     if plan:
         lines.append(indent(plan, "  "))
     if summary:
@@ -73,7 +76,10 @@ def held_again(engine: OffloadEngine) -> str:
 
 
 def warnings_of(
-    config: OffloadConfig, models: Sequence[torch.nn.Module], engine: OffloadEngine
+    config: OffloadConfig,
+    models: Sequence[torch.nn.Module],
+    engine: OffloadEngine,
+    inside_graphs: bool = False,
 ) -> Iterator[str]:
     """Sentences about what a user would not expect of the last step."""
     counted = engine.statistics
@@ -83,11 +89,11 @@ def warnings_of(
     elif counted.other_device_bytes:
         yield f"{_on_other_devices(engine)}; move the model to one device to have it offloaded"
     for model in models:
-        if _is_compiled_whole(model):
+        if not inside_graphs and _is_compiled_whole(model):
             yield (
                 f"{type(model).__name__} is compiled as a whole, and its compiled backward pass "
-                "holds what comes back until its end; memory falls where layers are compiled one "
-                "by one: for layer in model.layers: layer.compile()"
+                "holds what comes back until its end; give inside_graphs=True (PyTorch 2.13 and "
+                "2.14), or compile layers one by one: for layer in model.layers: layer.compile()"
             )
 
 

@@ -125,6 +125,7 @@ class StepLog:
             "tokens_per_s": float(self._tokens),
             "peak_activation_bytes": peak_bytes,
             "peak_activation_bytes_rank0": peak_bytes,
+            "peak_device_bytes": self._memory.device_bytes(),
         }
         statistics = self._statistics()
         if statistics:

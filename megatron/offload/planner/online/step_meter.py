@@ -23,6 +23,7 @@ from megatron.offload.device.device import Device
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.planner.online.drift import MeasuredStep
 from megatron.offload.planner.profile.build import Rates, passes_s, profile_of, tier_profiles
+from megatron.offload.planner.profile.head_memory import HeadMemory
 from megatron.offload.planner.profile.pipeline_schedule import Pass, PipelinePosition
 from megatron.offload.planner.profile.profiler import Profiler
 from megatron.offload.planner.profile.stage_profile import (
@@ -67,7 +68,14 @@ class StepMeter:
         is_layer_major: bool = False,
         in_order: Callable[[Sequence[Pass]], bool] | None = None,
     ) -> None:
-        self.profiler = Profiler(device, config.min_bytes, lambda: engine.waits.number)
+        self._head = HeadMemory(device, self._let_leave, engine.reader.hold_prefetch)
+        self.profiler = Profiler(
+            device,
+            config.min_bytes,
+            lambda: engine.waits.number,
+            # The resident set of a CPU has too much else in it.
+            None if device.is_host or is_layer_major else self._head,
+        )
         self.last: MeasuredStep | None = None
         self.counts = False
         self.num_detailed = 0
@@ -208,6 +216,7 @@ class StepMeter:
             sizes=self._detailed_sizes,
             inflight_bytes=self._engine.inflight_bytes,
             hands_over=hands_over,
+            head_bytes=self._head.num_bytes if previous is None else 0,
             source=f"measured in {len(steps)} step{'' if len(steps) == 1 else 's'}",
         )
         self.profiler.clear()
@@ -229,8 +238,13 @@ class StepMeter:
         later_s = self._gaps_s[1:] or self._gaps_s
         return statistics.median(later_s) if later_s else 0.0
 
+    def _let_leave(self) -> None:
+        """Waits until what was saved has left."""
+        with self._engine.waits.for_room():
+            self._engine.wait_for_writes()
+
     def _waited_s(self, waits: StepWaits | None) -> float | None:
-        return None if waits is None else waits.seconds
+        return None if waits is None else waits.seconds + waits.hook_s
 
     def _measured(self, passes_s: float, seen: _Seen) -> MeasuredStep:
         return MeasuredStep(

@@ -21,6 +21,7 @@ from megatron.offload.planner.profile.stage_profile import (
     PartProfile,
     StageProfile,
     TierProfile,
+    tokens_of,
 )
 from megatron.offload.planner.profile.timings import (
     LayerTimings,
@@ -60,6 +61,7 @@ def profile_of(
     sizes: dict[str, int] | None = None,
     inflight_bytes: int = 512 << 20,
     hands_over: HandsOver = "layer",
+    head_bytes: int = 0,
     source: str = "",
 ) -> StageProfile:
     """Puts a stage's profile together from measured steps.
@@ -76,6 +78,7 @@ def profile_of(
         previous: an earlier profile, for what layers save that were recomputed in these steps, or
             kept without replay.
         unreplayed: chunk, layer and name of the parts that were kept so.
+        head_bytes: as measured; 0: as the earlier profile says, in proportion to the tokens.
         sizes, inflight_bytes, hands_over, source: see `StageProfile`.
     """
 
@@ -115,9 +118,17 @@ def profile_of(
         passed_on_bytes=_passed_on_bytes(by_chunk) if position.units else (),
         inflight_bytes=inflight_bytes,
         hands_over=hands_over,
+        head_bytes=head_bytes or _head_bytes(previous, sizes or {}),
         sizes=dict(sizes or {}),
         source=source,
     )
+
+
+def _head_bytes(previous: StageProfile | None, sizes: Mapping[str, int]) -> int:
+    if previous is None:
+        return 0
+    scale = tokens_of(sizes) / (tokens_of(previous.sizes) or 1) or 1
+    return round(previous.head_bytes * scale)
 
 
 def _alike(passes: Sequence[PassTimings]) -> list[PassTimings]:

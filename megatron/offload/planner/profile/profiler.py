@@ -25,6 +25,7 @@ from megatron.offload.activations.placement.policy import WHOLE_LAYER
 from megatron.offload.activations.saved.autograd_graph import node_of
 from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.device.device import Device
+from megatron.offload.planner.profile.head_memory import HeadMemory
 from megatron.offload.planner.profile.pipeline_schedule import Pass
 from megatron.offload.planner.profile.stage_profile import tokens_of
 from megatron.offload.planner.profile.timings import (
@@ -49,15 +50,26 @@ class Profiler:
         device: that computes; its clock is used.
         min_bytes: smaller storages never move.
         num_waits: how often compute has waited for the engine so far.
+        head: measures what runs behind the last layer, once, in the first step whose number of
+            layers is known; None: it is not measured.
     """
 
-    def __init__(self, device: Device, min_bytes: int, num_waits: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        device: Device,
+        min_bytes: int,
+        num_waits: Callable[[], int],
+        head: HeadMemory | None = None,
+    ) -> None:
         self.steps: list[list[PassTimings]] = []
         self.sizes: dict[str, int] = {}
         self.order: list[Pass] | None = None
         self._device = device
         self._min_bytes = min_bytes
         self._num_waits = num_waits
+        self._head = head
+        self._with_head: PassTimings | None = None  # the pass in which it is measured
+        self._knows_head = False
         self._passes: dict[tuple[int, int], PassTimings] | None = None  # of a step that is measured
         self._forward: PassTimings | None = None
         self._layer: LayerTimings | None = None
@@ -81,6 +93,9 @@ class Profiler:
         self._spared.clear()
         self._replayed.clear()
         self._forward = self._layer = None
+        if self._with_head is not None:  # given up in the middle
+            self._leave_head()
+        self._knows_head &= well
         complete = [one for one in passes.values() if one.is_complete]
         if well and complete and len(complete) == len(passes):
             self.steps.append(complete)
@@ -112,6 +127,9 @@ class Profiler:
         try:
             yield
             timings.ended = self.now()
+            if self._head is not None and self._with_head is timings:
+                saved = timings.behind_layers
+                self._head.end(saved.movable_bytes + saved.resident_bytes)
         finally:
             self._forward = None
 
@@ -124,6 +142,8 @@ class Profiler:
             yield
             return
         timings.backward_began = self.now()
+        if self._head is not None and self._with_head is timings:
+            self._head.begin()
         yield
         timings.backward_ended = self.now()
 
@@ -182,7 +202,37 @@ class Profiler:
         for output in outputs:
             if output.requires_grad:
                 output.register_hook(_recorder(self, timings, "backward_began"))
+                if self._ends_before_head():
+                    self._measure_head(output)
                 break
+
+    def _ends_before_head(self) -> bool:
+        """Whether the layer that has ended is the last one, for the first time that this shows."""
+        forward = self._forward
+        if self._head is None or forward is None or not self.steps or self._knows_head:
+            return False
+        chunk = max(one.chunk for one in self.steps[0])
+        numbers = {len(one.layers) for one in self.steps[0] if one.chunk == chunk}
+        return forward.chunk == chunk and {len(forward.layers)} == numbers
+
+    def _measure_head(self, output: torch.Tensor) -> None:
+        """From here to the end of the pass, and from its backward to that of `output`."""
+        head, forward = self._head, self._forward
+        assert head is not None and forward is not None
+        self._with_head, self._knows_head = forward, True
+        head.begin()
+
+        def end(_: Any) -> None:
+            if self._with_head is forward:
+                head.end(forward.behind_layers.movable_bytes)
+                self._leave_head()
+
+        output.register_hook(end)
+
+    def _leave_head(self) -> None:
+        self._with_head = None
+        if self._head is not None:
+            self._head.leave()
 
     @contextlib.contextmanager
     def recomputation(self, timings: LayerTimings, part: str = WHOLE_LAYER) -> Iterator[None]:

@@ -163,7 +163,8 @@ class StageProfile:
         passed_on_bytes: of a micro-batch, that a chunk hands to the next one and that wait for it
             in memory; in backward as many of their gradient. By chunk; empty: nothing waits.
         transient_bytes: most working memory of the step beyond saved activations (gradients of
-            activations, the loss).
+            activations).
+        head_bytes: more working memory, of what runs behind the last layer of the model: logits.
         allocator_slack: what saved activations take beyond their own bytes, as a part of these.
         inflight_bytes: most bytes on their way out at a time; forward waits beyond it.
         lead_layers: most layers that the host may have begun to launch in forward and the device
@@ -188,6 +189,7 @@ class StageProfile:
     pass_fixed_bytes: tuple[int, ...] = (0,)
     passed_on_bytes: tuple[int, ...] = ()
     transient_bytes: int = 0
+    head_bytes: int = 0
     allocator_slack: float = 0.0
     inflight_bytes: int = 512 << 20
     lead_layers: int = 0

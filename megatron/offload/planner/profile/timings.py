@@ -85,6 +85,11 @@ class PassTimings:
         return self.between.setdefault(len(self.layers), PartTimings())
 
     @property
+    def behind_layers(self) -> PartTimings:
+        """What was saved after the last layer so far; nothing is noted in it."""
+        return self.between.get(len(self.layers)) or PartTimings()
+
+    @property
     def is_complete(self) -> bool:
         """Whether its backward has run, and every layer's."""
         return (

@@ -15,9 +15,11 @@ matrices, attention, rotated queries and keys of which the originals are not sav
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from megatron.offload.ops.chunked_logits import chunk_tokens_for
+from megatron.offload.ops.tiled_mlp import tile_tokens_of
 from megatron.offload.planner.projection.model import Parallelism, Transformer
 
 # Backward passes of a matrix product compute two products; of flash attention five instead of two
@@ -77,6 +79,7 @@ class Work:
         memory_bytes: read and written by everything else.
         selective: of the saved, those that the activation function gives.
         selective_memory_bytes: that it reads and writes.
+        runs_again: all of it runs once more in backward.
         sent_bytes: by tensor parallelism's collectives, through this GPU's links.
     """
 
@@ -90,6 +93,7 @@ class Work:
     repeated_flops: float = 0.0
     selective: tuple[str, ...] = ()
     selective_memory_bytes: float = 0.0
+    runs_again: bool = False
 
     @property
     def saved(self) -> tuple[Saved, ...]:
@@ -125,16 +129,39 @@ def head_work(model: Transformer, parallel: Parallelism) -> Work:
     """Final norm, logits and loss, with logits in fp32 (section 4.3 of the paper above)."""
     sizes = _Sizes(model, parallel)
     logits = sizes.tokens * model.vocab_size / parallel.tensor
+    kept = [] if model.chunked_loss else [Saved("logits", logits_bytes(model, parallel))]
     return Work(
         "head",
-        (
-            *_norm(model, sizes),
-            Saved("logits", int(4 * logits)),
-        ),
+        (*_norm(model, sizes), *kept),
         matmul_flops=2 * logits * model.hidden_size,
         memory_bytes=2 * sizes.whole + 6 * 4 * logits,
         sent_bytes=sizes.collective,
+        runs_again=model.chunked_loss,
     )
+
+
+def logits_bytes(model: Transformer, parallel: Parallelism) -> int:
+    """Of all tokens, or of one chunk's."""
+    tokens = model.seq_length * parallel.micro_batch_size
+    if model.chunked_loss:
+        words = model.vocab_size // parallel.tensor
+        tokens = min(tokens, chunk_tokens_for(tokens, model.hidden_size, words, "cuda"))
+    return 4 * tokens * model.vocab_size // parallel.tensor
+
+
+def inside_mlp_bytes(model: Transformer, parallel: Parallelism) -> int:
+    """What the backward pass of an MLP works in: gradients, and of a tile what it makes again."""
+    whole = replace(model, tiled_mlp=False)
+    sizes = {one.name: one.num_bytes for one in _mlp(whole, _Sizes(model, parallel)).made}
+    halves = sizes["activation input"] + model.eager * sizes.get("linear half", 0)
+    gradients = halves + sizes["activation output"]
+    if not model.tiled_mlp:
+        return gradients
+    tokens = model.seq_length * parallel.micro_batch_size
+    tile = min(tile_tokens_of(model.hidden_size), tokens)
+    made = sum(sizes.get(name, 0) for name in INSIDE_MLP)
+    weights = (3 if model.gated else 2) * model.hidden_size * model.ffn_size // parallel.tensor
+    return (gradients + made) * tile // tokens + 4 * weights  # and sums of their gradients, in fp32
 
 
 def embedding_work(model: Transformer, parallel: Parallelism) -> Work:
@@ -257,6 +284,7 @@ def _mlp(model: Transformer, sizes: _Sizes) -> Work:
     halves = 2 if model.gated else 1
     inside = sizes.divided(model.ffn_size)
     saved = _norm(model, sizes)
+    outside = [*saved, *_dropout(sizes)]
     in_halves = model.gated and (model.eager or not model.fused_kernels)
     if in_halves and model.eager:
         saved += [Saved("activation input", inside), Saved("linear half", inside)]
@@ -271,7 +299,7 @@ def _mlp(model: Transformer, sizes: _Sizes) -> Work:
     saved.extend(_dropout(sizes))
     return Work(
         "mlp",
-        tuple(saved),
+        tuple(outside if model.tiled_mlp else saved),
         matmul_flops=2.0
         * sizes.tokens
         * model.hidden_size
@@ -284,4 +312,5 @@ def _mlp(model: Transformer, sizes: _Sizes) -> Work:
         sent_bytes=sizes.collective,
         selective=("activated half", "activation output") if model.eager else INSIDE_MLP[1:],
         selective_memory_bytes=(halves + 1) * inside,
+        runs_again=model.tiled_mlp,
     )

@@ -31,6 +31,8 @@ class Transformer:
             inputs and a mask of one byte, as on a GPU. False: as plain torch on a CPU.
         eager: an operation of torch for each line of Python, as in the models of transformers:
             norms compute in fp32, and queries, keys and values have matrices of their own.
+        chunked_loss: the head keeps no logits, and makes them again in backward, chunk by chunk.
+        tiled_mlp: MLPs keep their input alone, and run again in backward, tile by tile.
     """
 
     num_layers: int
@@ -53,6 +55,8 @@ class Transformer:
     selective_recompute: bool = False
     fused_kernels: bool = True
     eager: bool = False
+    chunked_loss: bool = False
+    tiled_mlp: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in ELEMENT_BYTES:

@@ -23,8 +23,10 @@ from megatron.offload.planner.projection.layer import (
     Work,
     embedding_work,
     head_work,
+    inside_mlp_bytes,
     layer_input_bytes,
     layer_work,
+    logits_bytes,
 )
 from megatron.offload.planner.projection.model import Parallelism, Transformer
 from megatron.offload.planner.projection.states import ProjectedStates
@@ -111,7 +113,8 @@ class Projection:
     def backward_s(self, work: Work) -> float:
         """Seconds of its backward pass: twice the matrix products and bytes, the same sends."""
         attention = work.attention_flops * work.attention_backward + work.repeated_flops
-        return self._seconds(MATMUL_BACKWARD * work.matmul_flops, attention, work, passes=2)
+        again = self.forward_s(work) if work.runs_again else 0.0
+        return again + self._seconds(MATMUL_BACKWARD * work.matmul_flops, attention, work, passes=2)
 
     def selective_s(self, work: Work) -> float:
         """Seconds that a part's selective operations take in forward."""
@@ -326,11 +329,9 @@ def _where(there: Iterable[bool], seconds: float) -> tuple[float, ...]:
 
 def _transient_bytes(of: Projection, has_head: bool) -> int:
     """The largest gradients that exist at once: around the activation function, or the logits'."""
-    mlp = {one.name: one.num_bytes for one in layer_work(of.model, of.parallel)[1].made}
     states = 2 * layer_input_bytes(of.model, of.parallel)
-    halves = mlp["activation input"] + of.model.eager * mlp.get("linear half", 0)
-    largest = halves + mlp["activation output"] + states
-    if has_head:
-        logits = head_work(of.model, of.parallel).made[-1].num_bytes
-        largest = max(largest, logits + states)
-    return largest
+    largest = inside_mlp_bytes(of.model, of.parallel)
+    if has_head:  # of chunked logits, the chunk and its gradient
+        chunks = 2 if of.model.chunked_loss else 1
+        largest = max(largest, chunks * logits_bytes(of.model, of.parallel))
+    return largest + states

@@ -72,6 +72,7 @@ class StageArrays(NamedTuple):
     tiers: Rows  # [tiers] of TIER
     step_fixed_s: float
     transient_bytes: float
+    head_bytes: float
     inflight_bytes: float
     by_operation: int  # 1: pieces are handed over while their layer runs, else at its end
     allocator_slack: float
@@ -153,6 +154,7 @@ def arrays_of(profile: StageProfile, *, all_micro_batches: bool = False) -> Stag
         ),
         step_fixed_s=float(profile.step_fixed_s),
         transient_bytes=float(profile.transient_bytes),
+        head_bytes=float(profile.head_bytes),
         inflight_bytes=float(profile.inflight_bytes),
         by_operation=int(profile.hands_over == "operation"),
         allocator_slack=float(profile.allocator_slack),

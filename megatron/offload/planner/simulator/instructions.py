@@ -169,7 +169,7 @@ def instructions_of(stage: StageArrays, choices: Ints) -> tuple[Rows, Ints]:
         chunk begin, and the end.
     """
     chunks, layers = stage.chunks.shape[0], stage.layers.shape[0]
-    most = 12 * chunks + 15 * layers
+    most = 16 * chunks + 15 * layers
     for part in range(choices.shape[0]):
         most += 13 + 5 * stage.parts[part].num_pieces
     instructions = np.zeros(most, INSTRUCTION)
@@ -185,9 +185,14 @@ def instructions_of(stage: StageArrays, choices: Ints) -> tuple[Rows, Ints]:
         for layer in range(first, end):
             at, piece = _forward(stage, choices, instructions, at, layer, piece)
         at = _add(instructions, at, COMPUTE, -1, of_chunk.after_s)
+        head_bytes = stage.head_bytes if chunk == stage.chunk_with_loss else 0.0
+        at = _add(instructions, at, MEMORY, -1, head_bytes)
+        at = _add(instructions, at, MEMORY, -1, -head_bytes)
         at = _add(instructions, at, MEMORY, -1, of_chunk.passed_on_bytes)
         begins[2 * chunk + 1] = at
         at = _add(instructions, at, MEMORY, -1, -of_chunk.passed_on_bytes)  # of the gradient
+        at = _add(instructions, at, MEMORY, -1, head_bytes)
+        at = _add(instructions, at, MEMORY, -1, -head_bytes)
         at = _add(instructions, at, COMPUTE, -1, of_chunk.backward_before_s)
         for layer in range(end - 1, first - 1, -1):
             at, piece = _backward(stage, choices, instructions, at, layer, piece)
@@ -269,6 +274,13 @@ def _forward(
             continue
         else:
             size += _saved_bytes(of_part, choice)
+            if stage.lead_layers > 0 and stage.by_operation and of_part.num_pieces > 1:
+                # What the operation before has saved leaves when the first of these is launched.
+                first_bytes = _piece_bytes(size, 0, of_part.num_pieces)
+                first_s = seconds / of_part.num_pieces
+                at = _add(instructions, at, MEMORY, layer, first_bytes)
+                at = _add(instructions, at, COMPUTE, layer, first_s)
+                size, seconds = size - first_bytes, seconds - first_s
             at = _add(instructions, at, MEMORY, layer, size)
         at = _add(instructions, at, COMPUTE, layer, seconds)
     at = _add(instructions, at, COMPUTE, layer, row.forward_s - now)

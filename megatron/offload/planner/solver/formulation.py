@@ -74,7 +74,8 @@ class Program:
         rows = Rows()
         most = np.inf
         if budget_bytes is not None:
-            most = max(budget_bytes - self._profile.transient_bytes, 0.0)
+            working_bytes = self._profile.transient_bytes + self._profile.head_bytes
+            most = max(budget_bytes - working_bytes, 0.0)
             most /= 1 + self._profile.allocator_slack
         peak = rows.variable(1, upper=most, unit=self._unit_bytes)[0]
         counts = [

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The MLPs of models, over tiles of tokens: `TiledMlps`, for the setting `tiled_mlp`.
+
+The door makes one. It finds MLPs by their names and by what they are made of, and takes the place
+of their `forward` in training; it refuses what its trial shows to be none. Then
+`ops/tiled_mlp.py` computes. Megatron's models have their own: `megatron/tiled_mlps.py`.
+
+Note [What is an MLP]
+A module that the model calls `mlp` or the like, of which everything that has parameters is a linear
+layer or a norm over the last dimension, and two linear layers at least. So every token is by
+itself, and a tile gives what the whole gives. To be sure, the first tokens that a module sees are
+computed once with the tokens behind them and once without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megatron.offload.errors import ConfigurationError
+from megatron.offload.integration.replaced_forwards import ReplacedForwards
+from megatron.offload.ops.tiled_mlp import Tiles, nothing_moves, tile_tokens_of, tiled
+
+_NAMES = ("mlp", "feed_forward", "feedforward", "ffn", "ff", "ffwd", "DenseReluDense")
+_LINEAR = ("Linear", "Conv1D")  # the ends of names of classes
+_SETTING = "tiled_mlp"
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_PROBED_TOKENS = 32
+_TOLERANCE = 0.05  # of the largest value: products of other shapes round differently
+
+
+class TiledMlps(ReplacedForwards):
+    """Runs the MLPs of models over tiles.
+
+    Args:
+        models: plain or wrapped.
+        tokens: most of a tile; None: as many as suit the model.
+
+    Raises:
+        ConfigurationError: there is no MLP in them.
+    """
+
+    def __init__(self, models: Sequence[torch.nn.Module], tokens: int | None) -> None:
+        found = {module: name for model in models for name, module in _mlps(model)}
+        if not found:
+            raise ConfigurationError(
+                f"{_SETTING} is for models with MLPs of linear layers, and "
+                f"{' and '.join(type(model).__name__ for model in models)} has none that can be "
+                f"told; drop {_SETTING}"
+            )
+        super().__init__([_Mlp(module, name, tokens) for module, name in found.items()])
+
+
+class _Mlp:
+    """One module, and its own `forward`."""
+
+    def __init__(self, module: torch.nn.Module, name: str, tokens: int | None) -> None:
+        self.module = module
+        self._name = name
+        self._tokens = tokens
+        self._own: Callable[..., Any] = module.forward
+        # By their owners: FSDP has views of a larger tensor in their place while layers run.
+        self._places = [
+            (owner, one) for owner in module.modules() for one in owner._parameters if one
+        ]
+        self._draws: dict[bool, bool] = {}  # random numbers, in training or not; once it is checked
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As the module's own, over tiles where there is more than one."""
+        # A checkpoint may run the first pass without gradients, and has to get the same of both.
+        trains = torch.is_grad_enabled() or self.module.training
+        if not trains or args or kwargs:
+            return self._own(x, *args, **kwargs)
+        tokens = x.numel() // max(x.shape[-1], 1)
+        tile_tokens = self._tokens or tile_tokens_of(x.shape[-1])
+        if tokens <= tile_tokens:
+            return self._own(x)
+        parameters = self._parameters()
+        self._check(x)
+        draws = self._draws.get(self.module.training)
+        if draws is None:
+            some = x.detach().reshape(1, -1, x.shape[-1])[:, : 2 * _PROBED_TOKENS]
+            self._check_same(some, parameters)
+            draws = self._draws[self.module.training] = self._draws_for(some)
+        return tiled(self._own, x, parameters, Tiles(tile_tokens, draws=draws))
+
+    def _parameters(self) -> list[torch.Tensor]:
+        """As the layers see them now, each once."""
+        found = (getattr(owner, name, None) for owner, name in self._places)
+        return list({id(one): one for one in found if isinstance(one, torch.Tensor)}.values())
+
+    def _draws_for(self, some: torch.Tensor) -> bool:
+        """Whether it draws random numbers, as dropout does."""
+        device = None if some.device.type == "cpu" else some.device
+        module: Any = torch if device is None else torch.get_device_module(device)
+        state = functools.partial(module.get_rng_state, *([] if device is None else [device]))
+        kind = "cuda" if device is None else device.type
+        with torch.random.fork_rng([] if device is None else [device], device_type=kind):
+            before = state()
+            with torch.no_grad():
+                self._own(some)
+            return not torch.equal(before, state())
+
+    def _check(self, x: torch.Tensor) -> None:
+        """Raises ConfigurationError if something would hear of each tile."""
+        if type(x) is not torch.Tensor or not x.dtype.is_floating_point:
+            self._refuse(f"gets a {type(x).__name__}, not a plain tensor")
+        for name, module in self.module.named_modules():
+            inner = f"{self._name}.{name}".rstrip(".")
+            if name and any(getattr(module, hooks) for hooks in _HOOKS):
+                self._refuse(f"has hooks on {inner}, which would be called for each tile")
+            if type(module).__module__.startswith("transformer_engine."):
+                self._refuse(f"computes {inner} with Transformer Engine, which was not tried")
+        for name, parameter in self.module.named_parameters():
+            if parameter._backward_hooks:
+                self._refuse(f"has a hook on the gradient of {name}, which would see each tile's")
+            if hasattr(parameter, "ds_id"):
+                self._refuse("has parameters that DeepSpeed's ZeRO-3 gathers layer by layer")
+
+    def _check_same(self, some: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
+        """Raises ConfigurationError if tokens are not independent, or gradients would be lost."""
+        # Dropout would tell the two apart, and without gradients there are no leaves to look at.
+        with torch.enable_grad(), nothing_moves(), _evaluated(self.module):
+            alone, together = self._own(some[:, :_PROBED_TOKENS]), self._own(some)
+        if not isinstance(alone, torch.Tensor):
+            self._refuse(f"returns a {type(alone).__name__}, not a tensor")
+        together = together[:, :_PROBED_TOKENS]
+        if alone.shape[:2] != (1, _PROBED_TOKENS) or alone.shape != together.shape:
+            self._refuse(f"returns {tuple(alone.shape)} for {_PROBED_TOKENS} tokens")
+        if any(not _is_one_of(leaf, parameters) for leaf in _wants_gradient(alone, parameters)):
+            self._refuse("uses parameters that are not its own, whose gradients would be lost")
+        off, most = (alone - together).detach().abs().max(), together.detach().abs().max()
+        if not bool(off <= _TOLERANCE * most):
+            self._refuse("gives a token another result where others are beside it")
+
+    def _refuse(self, why: str) -> None:
+        raise ConfigurationError(
+            f"{_SETTING} runs an MLP over tiles of tokens, and {self._name} "
+            f"({type(self.module).__name__}) {why}; drop {_SETTING}"
+        )
+
+
+def _mlps(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The outermost modules that are MLPs; see Note [What is an MLP]."""
+    inside: set[torch.nn.Module] = set()
+    for name, module in model.named_modules():
+        if module in inside or name.rpartition(".")[2] not in _NAMES or not _is_mlp(module):
+            continue
+        inside.update(module.modules())
+        yield name, module
+
+
+def _is_mlp(module: torch.nn.Module) -> bool:
+    num_linear = 0
+    for one in module.modules():
+        if not any(True for _ in one.parameters(recurse=False)):
+            continue
+        kind = type(one).__name__
+        if kind.endswith(_LINEAR):
+            num_linear += 1
+        elif "Norm" not in kind or "Batch" in kind or "Group" in kind or "Instance" in kind:
+            return False
+    return num_linear >= 2
+
+
+def _wants_gradient(
+    result: torch.Tensor, parameters: Sequence[torch.Tensor]
+) -> Iterator[torch.Tensor]:
+    """The leaves that backward from `result` comes to, but not through one of `parameters`."""
+    behind = {node for one in parameters if (node := one.grad_fn) is not None}
+    todo, seen = [result.grad_fn], set(behind)
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
+        todo += [following for following, _ in node.next_functions]
+
+
+@contextlib.contextmanager
+def _evaluated(module: torch.nn.Module) -> Iterator[None]:
+    training = [one for one in module.modules() if one.training]
+    for one in training:
+        one.training = False
+    try:
+        yield
+    finally:
+        for one in training:
+            one.training = True
+
+
+def _is_one_of(tensor: Any, parameters: Sequence[torch.Tensor]) -> bool:
+    return any(tensor is one for one in parameters)

@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activations of a compiled graph move inside of it: `moving_in_graphs`.
+
+`torch.compile` makes one autograd node of a graph. With hooks all that it saves would be in memory
+until its forward ends, and come back when its backward begins. So the two graphs are rewritten
+after the backend has divided them: `begin_write` where a saved tensor is complete, `wait_for_read`
+before its first use. What the operators do is what `SavedTensorHooks` does in eager.
+
+Note [Shells]
+In place of a tensor autograd saves a shell: a tensor of the same sizes, strides and type, whose
+storage has no bytes. So strides and symbolic sizes come to the backward graph the usual way. A
+shell is found again by the address of its storage: where it is looked up it is alive.
+
+Note [What inductor must not do]
+- Reuse the memory of a buffer behind its last use in the graph, or have an operation write its
+  result there: its bytes may be on their way. Some operations do that by themselves, once nothing
+  else uses what they change: what goes into one of these stays.
+- Lay several tensors into one buffer (for a `cat`), of which one is complete before another: what
+  does not fill its storage is copied first.
+- Choose another layout for what is written than for what a graph gives out; it would copy shells.
+- Make a tensor only because an operator of ours names it, for the order: other operations would be
+  fused then, with other bits. So `after` is always the result of a matrix product.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import re
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd import graph_compile
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+from megatron.offload.activations.capture.context import others_take_what_is_saved
+from megatron.offload.activations.capture.hooks import Packed
+from megatron.offload.activations.engine import OffloadEngine
+from megatron.offload.integration.own_attributes import replaced
+
+logger = logging.getLogger(__name__)
+
+_LIBRARY = torch.library.Library("megatron_offload", "DEF")
+_LIBRARY.define(
+    "begin_write(Tensor saved, str layer) -> Tensor", tags=(torch.Tag.needs_exact_strides,)
+)
+_LIBRARY.define("wait_for_read(Tensor shell, Tensor? after) -> Tensor")
+
+_PARTITION = "_partition_joint_graph_into_fw_bw"  # of PyTorch 2.13 and 2.14
+_REWRITTEN = "megatron_offload"  # in what is noted of a graph
+_FORMAT = 1  # of graphs in inductor's caches
+
+_of_thread = threading.local()  # `.engine`: of the forward pass that this thread is in
+
+
+class _Saved(NamedTuple):
+    """What a shell stands for."""
+
+    alive: weakref.ref[torch.UntypedStorage]  # of the shell; its end is the end of this
+    engine: OffloadEngine | None  # None: it stays in memory
+    packed: Packed
+
+
+_saved: dict[int, _Saved] = {}  # by the address of the shell's storage
+
+
+def _begin_write(saved: torch.Tensor, layer: str) -> torch.Tensor:
+    shell = torch.empty_strided(
+        saved.size(), saved.stride(), dtype=saved.dtype, device=saved.device
+    )
+    storage = shell.untyped_storage()
+    storage.resize_(0)
+    address = storage._cdata
+    engine: OffloadEngine | None = getattr(_of_thread, "engine", None)
+    if engine is not None and others_take_what_is_saved():  # a checkpoint, which drops it
+        engine = None
+    plain = saved.data  # inductor's aliases have versions of their own, which say nothing
+    if plain.nbytes < plain.untyped_storage().nbytes():
+        plain = plain.clone()
+    packed: Packed = plain
+    if engine is not None:
+        with engine.within(engine.scope.of_layer(layer or engine.scope.layer)):
+            packed = engine.hooks.pack(plain)
+    alive = weakref.ref(storage, functools.partial(_forget, address))
+    _saved[address] = _Saved(alive, engine, packed)
+    return shell
+
+
+def _forget(address: int, alive: weakref.ref[torch.UntypedStorage]) -> None:
+    """The graph has been dropped. Another shell may have its address by now."""
+    found = _saved.get(address)
+    if found is not None and found.alive is alive:
+        del _saved[address]
+
+
+def _wait_for_read(shell: torch.Tensor, after: torch.Tensor | None) -> torch.Tensor:
+    address = shell.untyped_storage()._cdata
+    # Else it would be in memory until the whole graph's backward has ended.
+    take = _saved.get if _keeps_graph() else _saved.pop
+    found = take(address, None)
+    if found is None:
+        raise RuntimeError(
+            "activation offload: backward asks a second time for what a compiled graph has saved; "
+            "give retain_graph=True to the first of two backward passes"
+        )
+    if found.engine is None:
+        assert isinstance(found.packed, torch.Tensor)
+        tensor = found.packed
+    else:
+        tensor = found.engine.hooks.unpack(found.packed)
+    if tensor.stride() != shell.stride():  # it is a copy of a part
+        tensor = _like(shell).copy_(tensor)
+    return tensor
+
+
+_keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+
+
+for _key in ("CPU", "CUDA"):
+    _LIBRARY.impl("begin_write", _begin_write, _key)
+    _LIBRARY.impl("wait_for_read", _wait_for_read, _key)
+
+
+@torch.library.register_fake("megatron_offload::begin_write", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _fake_shell(saved: torch.Tensor, layer: str) -> torch.Tensor:
+    return _like(saved)
+
+
+@torch.library.register_fake("megatron_offload::wait_for_read", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _fake_read(shell: torch.Tensor, after: torch.Tensor | None) -> torch.Tensor:
+    return _like(shell)
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(
+        tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+
+
+# -- The two graphs ------------------------------------------------------------------------------
+
+_PRODUCTS = frozenset(
+    getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm")
+)
+
+
+_OVERWRITING = ("index_put", "scatter", "all_reduce", "_foreach")  # in inductor, where it can
+
+
+def rewrite(
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    num_outputs: int,
+    layers: Collection[str],
+    min_bytes: int,
+) -> None:
+    """Has what a graph saves move from where it is complete to where backward needs it.
+
+    Args:
+        forward: gives its own outputs and then what it saves.
+        backward: gets what was saved by the same names.
+        num_outputs: of forward's own.
+        layers: names of layers, for what they save.
+        min_bytes: smaller storages are left alone.
+    """
+    forward.meta[_REWRITTEN] = True
+    if config.triton.cudagraphs:
+        logger.warning(
+            "activation offload: a graph is compiled for CUDA graphs, which can hold no transfers; "
+            "what it saves stays in memory; compile without mode='reduce-overhead' to have it moved"
+        )
+        return
+    end = forward.graph.output_node()
+    outputs: list[Any] = list(end.args[0])  # type: ignore[arg-type]
+    given = {one.name: one for one in backward.graph.find_nodes(op="placeholder")}
+    held = {
+        _storage_of(one)
+        for one in (*forward.graph.find_nodes(op="placeholder"), *outputs[:num_outputs])
+    }
+    for place in range(num_outputs, len(outputs)):
+        saved = outputs[place]
+        storage = _storage_of(saved)
+        if storage is None or storage in held or _bytes_of(saved) < min_bytes:
+            continue
+        placeholder = given.get(saved.name)
+        if placeholder is None or not placeholder.users:
+            continue
+        if _may_change(saved) or _may_change(placeholder):
+            continue
+        arguments = saved, _layer_of(saved, layers)
+        with forward.graph.inserting_after(saved):
+            shell = forward.graph.call_function(_ops().begin_write.default, arguments)
+        with saved.meta["val"].fake_mode:
+            shell.meta["val"] = _like(saved.meta["val"])
+        shell.meta["eager_input_vals"] = ((saved.meta["val"], arguments[1]), {})
+        outputs[place] = shell
+        _read_late(backward.graph, placeholder, shell)
+    end.args = (tuple(outputs),)
+    for module in (forward, backward):
+        module.graph.lint()
+        module.recompile()
+
+
+def _read_late(graph: fx.Graph, placeholder: fx.Node, shell: fx.Node) -> None:
+    """Has backward wait for a tensor just before its first use."""
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    first = min(placeholder.users, key=order.__getitem__)
+    products = [one for one in graph.nodes if one.target in _PRODUCTS and order[one] < order[first]]
+    with graph.inserting_before(placeholder):
+        new = graph.placeholder(f"{placeholder.name}_shell")
+    new.meta.update(shell.meta)
+    with graph.inserting_before(first):
+        arguments = (new, products[-1] if products else None)
+        tensor = graph.call_function(_ops().wait_for_read.default, arguments)
+    tensor.meta.update(placeholder.meta)
+    placeholder.replace_all_uses_with(tensor)
+    graph.erase_node(placeholder)
+
+
+def _may_change(node: fx.Node) -> bool:
+    """Whether an operation that gets a tensor, or a view of it, may write its result there."""
+    todo, seen = [node], {node}
+    storage = _storage_of(node)
+    while todo:
+        for user in todo.pop().users:
+            if isinstance(user.target, torch._ops.HigherOrderOperator) or any(
+                word in str(user.target) for word in _OVERWRITING
+            ):
+                return True
+            if user not in seen and _storage_of(user) == storage:
+                seen.add(user)
+                todo.append(user)
+    return False
+
+
+def _layer_of(node: fx.Node, layers: Collection[str]) -> str:
+    """The layer whose forward makes a tensor; empty: none of these."""
+    for path, _ in reversed((node.meta.get("nn_module_stack") or {}).values()):
+        # As it is written in the code of the graph: L['self'].model.layers[3], or with _modules.
+        name = re.sub(r"_modules\[['\"]([^'\"]+)['\"]\]", r"\1", path)
+        name = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", name.partition(".")[2])
+        if not name:
+            continue
+        for layer in layers:
+            if layer == name or layer.endswith(f".{name}"):
+                return layer
+    return ""
+
+
+def _ops() -> Any:
+    return torch.ops.megatron_offload
+
+
+def _storage_of(node: Any) -> int | None:
+    """The address of its storage, which the graph keeps alive."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def _bytes_of(node: fx.Node) -> int:
+    """Of its storage; of symbolic sizes by their hints."""
+    num_bytes = node.meta["val"].untyped_storage().nbytes()
+    return num_bytes if isinstance(num_bytes, int) else int(num_bytes.node.hint or 0)
+
+
+# -- Where graphs are made -----------------------------------------------------------------------
+
+
+class _Partitioner(CustomPartitionerFn):
+    """Inductor's own, and what it gives rewritten. Its caches on disk tell graphs apart by it.
+
+    Args:
+        own: the user's; None: inductor's.
+        layers, min_bytes: see `rewrite`.
+    """
+
+    def __init__(
+        self, own: CustomPartitionerFn | None, layers: Collection[str], min_bytes: int
+    ) -> None:
+        self._own = own
+        self._layers = sorted(layers)
+        self._min_bytes = min_bytes
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Any, **settings: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        divide: Any = self._own or min_cut_rematerialization_partition
+        forward, backward = divide(gm, joint_inputs, **settings)
+        rewrite(forward, backward, settings["num_fwd_outputs"], self._layers, self._min_bytes)
+        return forward, backward
+
+    def uuid(self) -> Any:
+        own = None if self._own is None else self._own.uuid()
+        return f"megatron_offload {_FORMAT} {self._min_bytes} {self._layers} {own}"
+
+
+@contextlib.contextmanager
+def moving_in_graphs(
+    engine: OffloadEngine, layers: Collection[str], min_bytes: int
+) -> Iterator[None]:
+    """A context around a forward pass: what its graphs save goes to an engine.
+
+    Graphs that `torch.compile` makes within it have operators for that. Elsewhere, in evaluation or
+    after offload has ended, these keep what they get.
+    """
+    before = getattr(_of_thread, "engine", None)
+    _of_thread.engine = engine
+    try:
+        with _rewriting(layers, min_bytes):
+            yield
+    finally:
+        _of_thread.engine = before
+
+
+def has_seam() -> bool:
+    """Whether this PyTorch divides a graph where we can rewrite it."""
+    return hasattr(graph_compile, _PARTITION)
+
+
+@contextlib.contextmanager
+def _rewriting(layers: Collection[str], min_bytes: int) -> Iterator[None]:
+    """A context in which graphs that are made are rewritten, whatever the backend."""
+    own = getattr(graph_compile, _PARTITION)
+
+    @functools.wraps(own)
+    def partition(*arguments: Any) -> Any:
+        *others, divide = arguments
+
+        def divided(
+            gm: Any, joint_inputs: Any, *, num_fwd_outputs: int, **settings: Any
+        ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            found = divide(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **settings)
+            forward, backward = found
+            if _REWRITTEN not in forward.meta:  # by `_Partitioner`
+                rewrite(forward, backward, num_fwd_outputs, layers, min_bytes)
+            return forward, backward
+
+        return own(*others, divided)
+
+    settings = {  # Note [What inductor must not do]
+        "allow_buffer_reuse": False,
+        "inplace_buffers": False,
+        "custom_partitioner_fn": _Partitioner(config.custom_partitioner_fn, layers, min_bytes),
+    }
+    with replaced(graph_compile, **{_PARTITION: partition}), config.patch(settings):
+        yield

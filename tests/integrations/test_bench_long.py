@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The measurement of means against a long sequence's memory, at its smallest size."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+SCRIPT = Path(__file__).resolve().parents[2] / "tools/bench/long.py"
+
+
+def run(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+    """As a user does, whose environment says nothing of where modules are."""
+    command = [sys.executable, str(SCRIPT), *argv]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.slow
+def test_a_small_measurement(tmp_path: Path) -> None:
+    sizes = "--tokens 1200 --layers 2 --hidden 64 --vocabulary 8192 --turns 1 --json long.json"
+    ended = run(tmp_path, *sizes.split())
+    assert ended.returncode in (0, 1), ended.stderr  # which of two small peaks is larger is chance
+    ways = json.loads((tmp_path / "long.json").read_text())["ways"]
+    assert list(ways) == ["none", "checkpointing", "inputs", "chunked", "tiled"]
+    losses = [one["losses"] for one in ways.values()]
+    assert losses[0] == losses[1] == losses[2], "recomputed"
+    for one in losses[3:]:
+        assert one == pytest.approx(losses[0], rel=0.01)
+    assert ways["chunked"]["peak_bytes"] < ways["none"]["peak_bytes"]
+    assert "1200 tokens" in ended.stdout
+
+
+@pytest.mark.slow
+def test_deepspeed_comes_to_the_same_losses(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    sizes = "--tokens 1200 --layers 2 --hidden 64 --vocabulary 8192 --turns 1 --json long.json"
+    ended = run(tmp_path, *sizes.split(), "--ways", "none,deepspeed")
+    assert ended.returncode in (0, 1), ended.stderr
+    ways = json.loads((tmp_path / "long.json").read_text())["ways"]
+    assert ways["deepspeed"]["losses"] == pytest.approx(ways["none"]["losses"], rel=0.01)
+    assert ways["deepspeed"]["losses"] != ways["none"]["losses"]
+
+
+@pytest.mark.slow
+def test_a_way_that_fails_is_told(tmp_path: Path) -> None:
+    argv = "--tokens 8 --layers 1 --hidden 64 --ways inputs --directory missing"
+    ended = run(tmp_path, *argv.split())
+    assert ended.returncode == 2
+    assert "inputs: " in ended.stderr and "missing" in ended.stderr

@@ -1,0 +1,402 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled models whose activations move inside of their graphs.
+
+With the backend `aot_eager`, whose graphs are divided as inductor's are, and with inductor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from megatron.offload import ConfigurationError, offload_activations
+from megatron.offload.integration.torch import compiled_graphs
+from tests.support.models import Block
+
+HIDDEN, LAYERS, STEPS = 64, 3, 3
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+
+
+class Stack(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.blocks = torch.nn.ModuleList(Block(HIDDEN) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def batch(step: int, length: int = 32) -> torch.Tensor:
+    return torch.randn(2, length, HIDDEN, generator=torch.Generator().manual_seed(step))
+
+
+@pytest.fixture(autouse=True)
+def compiled_anew() -> Any:
+    torch.compiler.reset()
+    compiled_graphs._saved.clear()
+    yield
+    torch.compiler.reset()
+
+
+Trained = tuple[list[torch.Tensor], list[dict[str, float]]]
+
+
+def trained(
+    directory: Path | None,
+    backend: str = "aot_eager",
+    *,
+    lengths: tuple[int, ...] = (32,) * STEPS,
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    **settings: Any,
+) -> Trained:
+    """Losses and gradients of each step, and what moved."""
+    model = Stack().eval()  # dropout draws otherwise in eager
+    settings = {"min_bytes": 1024, "inside_graphs": True, **settings}
+    compiled: Any = torch.compile(model, backend=backend)
+    results, statistics = [], []
+    with contextlib.ExitStack() as stack:
+        offload = None
+        if directory is not None:
+            offload = stack.enter_context(offload_activations(model, directory, **settings))
+        for step, length in enumerate(lengths):
+            with around():
+                loss = compiled(batch(step, length))
+            loss.backward()
+            results += [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+            model.zero_grad()
+            if offload is not None:
+                statistics.append(dict(offload.statistics))
+    return results, statistics
+
+
+def assert_same(one: Trained, other: Trained) -> None:
+    assert len(one[0]) == len(other[0]) > STEPS
+    assert all(map(torch.equal, one[0], other[0]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mode", ["ssd", "host"])
+def test_a_graph_has_the_same_bits(backend: str, mode: str, tmp_path: Path) -> None:
+    alone = trained(None, backend)
+    found = trained(tmp_path, backend, mode=mode)
+    assert_same(found, alone)
+    for step in found[1]:
+        assert step["offloaded_bytes"] > 0
+    assert not compiled_graphs._saved, "all of it has come back"
+
+
+def test_layers_are_placed_within_a_graph(tmp_path: Path) -> None:
+    everything = trained(tmp_path)[1][-1]["offloaded_bytes"]
+    first = trained(tmp_path, offload_layers="0")
+    assert_same(first, trained(None))
+    assert 0.2 < first[1][-1]["offloaded_bytes"] / everything < 0.45
+
+
+def test_two_lengths_in_turn(tmp_path: Path) -> None:
+    lengths = (32, 48, 32, 40, 48)
+    assert_same(trained(tmp_path, lengths=lengths), trained(None, lengths=lengths))
+
+
+def test_a_graph_that_is_dropped_gives_its_bytes_back(tmp_path: Path) -> None:
+    model = Stack().eval()
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    with offload_activations(model, tmp_path, min_bytes=1024, inside_graphs=True) as offload:
+        compiled(batch(0)).backward()
+        loss = compiled(batch(1))
+        assert compiled_graphs._saved
+        del loss
+        gc.collect()
+        assert not compiled_graphs._saved
+        assert offload.engine is not None
+        assert offload.engine.wait_for_writes(30)
+
+
+def test_a_graph_outlives_its_handle(tmp_path: Path) -> None:
+    model = Stack().eval()
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    with offload_activations(model, tmp_path, min_bytes=1024, inside_graphs=True):
+        compiled(batch(0)).backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    compiled(batch(0)).backward()
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(map(torch.equal, found, expected)) and len(found) == len(expected)
+
+
+def test_a_graph_that_is_retained_may_be_asked_twice(tmp_path: Path) -> None:
+    model = Stack().eval()
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    with (
+        torch._functorch.config.patch(donated_buffer=False),
+        offload_activations(model, tmp_path, min_bytes=1024, inside_graphs=True),
+    ):
+        loss = compiled(batch(0))
+        loss.backward(retain_graph=True)
+        once = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        loss.backward()
+        twice = [p.grad for p in model.parameters() if p.grad is not None]
+        for one, other in zip(once, twice, strict=True):
+            torch.testing.assert_close(2 * one, other)
+
+
+@pytest.mark.slow
+def test_graphs_in_inductors_caches_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    alone = trained(None, "inductor")
+    for directory, min_bytes in (
+        (tmp_path, 1024),
+        (None, 0),
+        (tmp_path, 1024),
+        (tmp_path, 1 << 14),
+        (None, 0),
+    ):
+        torch.compiler.reset()
+        found = trained(directory, "inductor", min_bytes=min_bytes)
+        assert_same(found, alone)
+        assert all(step["offloaded_bytes"] > 0 for step in found[1])
+
+
+def test_dropout_autocast_and_accumulated_gradients(tmp_path: Path) -> None:
+    def run(directory: Path | None) -> list[torch.Tensor]:
+        torch.compiler.reset()
+        model = Stack()
+        compiled: Any = torch.compile(model, backend="aot_eager")
+        torch.manual_seed(5)
+        with contextlib.ExitStack() as stack:
+            if directory is not None:
+                stack.enter_context(
+                    offload_activations(model, directory, min_bytes=1024, inside_graphs=True)
+                )
+            for step in range(4):
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = compiled(batch(step))
+                loss.backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    alone, found = run(None), run(tmp_path)
+    assert len(alone) == len(found) and all(map(torch.equal, alone, found))
+
+
+def test_a_pass_that_raises_leaves_nothing(tmp_path: Path) -> None:
+    model = Stack().eval()
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    expected = trained(None, lengths=(32,))[0]
+
+    def fails(_: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    with offload_activations(model, tmp_path, min_bytes=1024, inside_graphs=True):
+        handle = model.first.weight.register_hook(fails)
+        with pytest.raises(ArithmeticError):
+            compiled(batch(1)).backward()
+        handle.remove()
+        model.zero_grad()
+        gc.collect()
+        assert not compiled_graphs._saved
+        loss = compiled(batch(0))
+        loss.backward()
+        found = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+def test_a_checkpoint_around_a_graph_writes_nothing_in_vain(tmp_path: Path) -> None:
+    model = Stack().eval()
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        x = model.first(x)
+        for block in model.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x.square().mean()
+
+    model.forward = run  # type: ignore[method-assign]
+    with offload_activations(model, tmp_path, min_bytes=1024, inside_graphs=True) as offload:
+        loss = model(batch(0))
+        loss.backward()
+        assert offload.statistics["offloaded_bytes"] <= 5 * batch(0).nbytes
+    gradient = model.first.weight.grad
+    model.zero_grad()
+    model(batch(0)).backward()
+    assert gradient is not None and torch.equal(gradient, model.first.weight.grad)
+    assert not compiled_graphs._saved
+
+
+class InPlace(torch.nn.Module):
+    """Inductor may have `index_put` write into what it gets, once nothing else uses that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = torch.nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x).exp()
+        place = torch.zeros(1, dtype=torch.long)
+        z = torch.index_put(y, (place,), torch.ones(1, *y.shape[1:]), accumulate=True)
+        return z.square().mean()
+
+
+class Joined(torch.nn.Module):
+    """Inductor may lay both exponentials into one buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.second = torch.nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one = self.first(x).exp()
+        other = self.second(one).exp()
+        both = torch.cat([one, other], 1)
+        return both.square().mean() + torch.matmul(both, self.first.weight).square().mean()
+
+
+class Divided(torch.nn.Module):
+    """Parts of one storage are saved, in its strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = torch.nn.Linear(HIDDEN, 3 * HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, two, three = self.first(x).chunk(3, -1)
+        return (one @ two.transpose(-1, -2) @ three).square().mean()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", [InPlace, Joined, Divided])
+def test_what_inductor_would_write_over_is_right(
+    kind: type[torch.nn.Module], backend: str, tmp_path: Path
+) -> None:
+    results = []
+    for directory in (None, tmp_path):
+        torch.compiler.reset()
+        model = kind()
+        compiled: Any = torch.compile(model, backend=backend)
+        with contextlib.ExitStack() as stack:
+            offload = None
+            if directory is not None:
+                settings: dict[str, Any] = {"min_bytes": 1024, "inside_graphs": True}
+                offload = stack.enter_context(offload_activations(model, directory, **settings))
+            for step in range(3):
+                loss = compiled(batch(step))
+                if offload is not None:  # so that it comes from the tier
+                    assert offload.engine is not None and offload.engine.wait_for_writes(30)
+                loss.backward()
+        results.append([p.grad for p in model.parameters() if p.grad is not None])
+    one, other = results
+    assert len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+# -- Models of transformers -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_thread() -> Any:
+    """What inductor makes adds up the gradient of an embedding in an order that threads decide."""
+    number = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(number)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("compiled_first", [True, False])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_llama_has_the_same_bits(backend: str, compiled_first: bool, tmp_path: Path) -> None:
+    """Compiled as a whole, its loss too: no hook of ours divides the graph."""
+    from tests.support.text_models import llama, text_batches
+
+    def run(directory: Path | None) -> tuple[list[torch.Tensor], list[dict[str, float]]]:
+        torch.compiler.reset()
+        torch.manual_seed(1)
+        model = llama()
+        compiled: Any = torch.compile(model, backend=backend)
+        results, statistics = [], []
+        with contextlib.ExitStack() as stack:
+            offload = None
+            if directory is not None:
+                given = compiled if compiled_first else model
+                settings: dict[str, Any] = {"min_bytes": 1024, "inside_graphs": True}
+                offload = stack.enter_context(offload_activations(given, directory, **settings))
+            for inputs in text_batches()[:3]:
+                loss = compiled(**inputs).loss
+                loss.backward()
+                results += [loss.detach(), *(p.grad for p in model.parameters())]
+                model.zero_grad()
+                if offload is not None:
+                    statistics.append(dict(offload.statistics))
+        return results, statistics
+
+    (alone, _), (found, statistics) = run(None), run(tmp_path)
+    assert len(found) == len(alone) and all(map(torch.equal, found, alone))
+    assert all(one["offloaded_storages"] > 5 for one in statistics)
+
+
+@pytest.mark.slow
+def test_the_trainer_compiles_and_trains_the_same(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    from megatron.offload import OffloadCallback
+    from tests.support.text_models import llama
+
+    rows = torch.randint(0, 97, (8, 40), generator=torch.Generator().manual_seed(1))
+    data = [{"input_ids": one, "labels": one} for one in rows]
+
+    def run(*callbacks: Any) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+        torch.compiler.reset()
+        torch.manual_seed(1)
+        model = llama()
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=2, report_to=[], save_strategy="no",
+            use_cpu=True, disable_tqdm=True, max_steps=4, logging_steps=1, torch_compile=True,
+            torch_compile_backend="aot_eager",
+        )  # fmt: skip
+        trainer = transformers.Trainer(
+            model, arguments, train_dataset=data, callbacks=list(callbacks)
+        )
+        trainer.train()
+        weights = torch.cat([one.detach().flatten() for one in model.parameters()])
+        return weights, trainer.state.log_history
+
+    alone, _ = run()
+    found, history = run(OffloadCallback(tmp_path, min_bytes=1024, inside_graphs=True))
+    assert torch.equal(found, alone)
+    moved = [line["offload/offloaded_bytes"] for line in history if "loss" in line]
+    assert len(moved) == 4 and all(moved)
+    assert not compiled_graphs._saved
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"mode": "auto"}, "auto does not measure layers within a compiled graph"),
+        ({"codec": "int8"}, "inside_graphs has not been tried with a codec"),
+    ],
+)
+def test_what_is_refused(settings: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        offload_activations(Stack(), tmp_path, inside_graphs=True, **settings)
+
+
+def test_another_pytorch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_graphs, "_PARTITION", "gone")
+    with pytest.raises(ConfigurationError, match=r"is for PyTorch 2\.13 and 2\.14"):
+        offload_activations(Stack(), tmp_path, inside_graphs=True)
