@@ -178,3 +178,37 @@ def test_a_pass_that_was_prepared_is_not_begun_a_second_time():
     prefetcher.waited(1.0, 500.0)
     prefetcher.start(save_order)
     assert prefetcher.window_bytes == pytest.approx(1500, abs=1)
+
+
+def test_saves_of_a_graph_are_in_the_order_in_which_backward_uses_them():
+    save_order, records = order_of([13, 3])
+    uses = [(7, 0), (7, 4), (7, 2), (7, 5), (8, 1), (8, 0), (8, 1)]  # the last is another call
+    for size, (graph, use) in zip([10, 11, 12, 2, 14, 15, 16], uses, strict=True):
+        records.append(SavedStorage(torch.UntypedStorage(size), Scope(), 0))
+        save_order.append(records[-1])
+        save_order.arrange(1, graph, use)
+    found, largest = [], []
+    while (record := save_order.last()) is not None:
+        largest.append(save_order.largest_bytes)
+        found.append(record.num_bytes)
+        save_order.drop_last()
+    assert found == [16, 15, 14, 10, 12, 11, 2, 3, 13]
+    assert largest == [16, 15, 14, 13, 13, 13, 13, 13, 13]
+
+
+def test_saves_of_an_operation_stay_together_and_what_is_between_divides():
+    _, records = order_of([1, 2, 3, 4, 5])
+    save_order = SaveOrder()
+    save_order.append(records[0])
+    save_order.append(records[1])
+    save_order.arrange(2, 7, 1)
+    save_order.append(records[2])
+    save_order.arrange(1, 7, 3)
+    save_order.append(records[3])  # of no graph
+    save_order.append(records[4])
+    save_order.arrange(1, 7, 5)
+    found = []
+    while (record := save_order.last()) is not None:
+        found.append(record.num_bytes)
+        save_order.drop_last()
+    assert found == [5, 4, 2, 1, 3]

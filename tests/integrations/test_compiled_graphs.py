@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.offload import ConfigurationError, offload_activations
 from megatron.offload.integration.torch import compiled_graphs
-from tests.support.models import Block
+from tests.support.compiled import HIDDEN, Stack, assert_same, batch, trained
 
-HIDDEN, LAYERS, STEPS = 64, 3, 3
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
-
-
-class Stack(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.first = torch.nn.Linear(HIDDEN, HIDDEN)
-        self.blocks = torch.nn.ModuleList(Block(HIDDEN) for _ in range(LAYERS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
-
-
-def batch(step: int, length: int = 32) -> torch.Tensor:
-    return torch.randn(2, length, HIDDEN, generator=torch.Generator().manual_seed(step))
 
 
 @pytest.fixture(autouse=True)
@@ -48,42 +28,6 @@ def compiled_anew() -> Any:
     compiled_graphs._saved.clear()
     yield
     torch.compiler.reset()
-
-
-Trained = tuple[list[torch.Tensor], list[dict[str, float]]]
-
-
-def trained(
-    directory: Path | None,
-    backend: str = "aot_eager",
-    *,
-    lengths: tuple[int, ...] = (32,) * STEPS,
-    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-    **settings: Any,
-) -> Trained:
-    """Losses and gradients of each step, and what moved."""
-    model = Stack().eval()  # dropout draws otherwise in eager
-    settings = {"min_bytes": 1024, "inside_graphs": True, **settings}
-    compiled: Any = torch.compile(model, backend=backend)
-    results, statistics = [], []
-    with contextlib.ExitStack() as stack:
-        offload = None
-        if directory is not None:
-            offload = stack.enter_context(offload_activations(model, directory, **settings))
-        for step, length in enumerate(lengths):
-            with around():
-                loss = compiled(batch(step, length))
-            loss.backward()
-            results += [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
-            model.zero_grad()
-            if offload is not None:
-                statistics.append(dict(offload.statistics))
-    return results, statistics
-
-
-def assert_same(one: Trained, other: Trained) -> None:
-    assert len(one[0]) == len(other[0]) > STEPS
-    assert all(map(torch.equal, one[0], other[0]))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -397,6 +341,6 @@ def test_what_is_refused(settings: dict[str, Any], sentence: str, tmp_path: Path
 
 
 def test_another_pytorch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_graphs, "_PARTITION", "gone")
-    with pytest.raises(ConfigurationError, match=r"is for PyTorch 2\.13 and 2\.14"):
+    monkeypatch.setattr(compiled_graphs, "_COMPILE", "gone")
+    with pytest.raises(ConfigurationError, match=r"is for PyTorch 2\.11 and newer"):
         offload_activations(Stack(), tmp_path, inside_graphs=True)

@@ -112,8 +112,10 @@ _MODELS: dict[str, Callable[[argparse.Namespace], Any]] = {
 
 def prepare(model: Any, args: argparse.Namespace) -> tuple[Context, Any]:
     """Has the model train in the wanted way: a context for each forward pass, and our handle."""
-    if args.way in ("offload", "auto", "chunked", "chunked_offload"):
+    if args.way in ("offload", "eager", "auto", "chunked", "chunked_offload"):
         settings: dict[str, Any] = json.loads(args.settings)
+        if is_compiled(args):
+            settings["inside_graphs"] = True
         if args.way.startswith("chunked"):
             settings["chunked_loss"] = "auto"
             settings |= {"mode": "off"} if args.way == "chunked" else {}
@@ -148,6 +150,11 @@ def prepare(model: Any, args: argparse.Namespace) -> tuple[Context, Any]:
     return contextlib.nullcontext, None
 
 
+def is_compiled(args: argparse.Namespace) -> bool:
+    """Whether the model is compiled as a whole."""
+    return getattr(args, "compiled", None) is not None and args.way != "eager"
+
+
 def _peer(folder: Path | None, file: str) -> Any:
     if folder is None or not (folder / file).is_file():
         sys.exit(f"it is not installed here: no {file} in --peers")
@@ -173,6 +180,12 @@ def train(args: argparse.Namespace) -> None:
     vector_math.first_call()  # as offload's door does: the other ways are to have the same bits
     model = make_model(args).to(device).train()
     context, handle = prepare(model, args)
+    call = model
+    if args.compiled is not None:  # an embedding's gradient is added up in any order otherwise
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    if is_compiled(args):
+        call = torch.compile(model, backend=args.compiled)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     opened = open_device(device)
     memory, clock = PeakMemory(opened), Clock(opened)
@@ -188,7 +201,7 @@ def train(args: argparse.Namespace) -> None:
             with clock.timed(took_s.append):
                 memory.begin_step()
                 with context():
-                    loss = model(input_ids=tokens, labels=tokens).loss
+                    loss = call(input_ids=tokens, labels=tokens).loss
                 loss.backward()
                 peak_bytes = memory.end_step()
             line: dict[str, Any] = {"step": step, "loss": loss.item()}
@@ -222,6 +235,7 @@ def main() -> None:
     parser.add_argument("--way", required=True)
     parser.add_argument("--settings", default="{}", help="of offload_activations, as JSON")
     parser.add_argument("--budget", type=int)
+    parser.add_argument("--compiled", help="the backend of torch.compile; default: eager")
     parser.add_argument("--peers", type=Path)
     for name in ("layers", "hidden", "sequence", "batch", "vocabulary"):
         parser.add_argument(f"--{name}", type=int, required=True)

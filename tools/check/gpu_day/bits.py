@@ -91,6 +91,9 @@ DOORS: dict[str, Door] = {
     "checkpointing and activations on host": Door("host", model="checkpointing"),
     "FSDP2 and activations on host": Door("host", model="fsdp2"),
     "torch.compile and activations on host": Door("host", {"replay": "off"}, model="compiled"),
+    "activations on host inside of compiled graphs": Door(
+        "host", {"replay": "off", "inside_graphs": True}, model="compiled"
+    ),
     # Results of graphs stay in memory: the door is to leave them alone.
     "torch.compile with graphs and activations on host": Door(
         "host", {"replay": "off"}, model="reduce-overhead"
@@ -250,8 +253,7 @@ def _wrapped(model: Any, name: str, settings: Settings) -> Any:
     elif name == "reduce-overhead":
         return torch.compile(model, mode="reduce-overhead")
     elif name == "compiled":
-        # In a dry run without code generation, which takes minutes and a compiler.
-        return torch.compile(model, backend="aot_eager" if settings.is_tiny else "inductor")
+        return torch.compile(model, backend=settings.compiler)
     return model
 
 

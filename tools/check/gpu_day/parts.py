@@ -14,12 +14,14 @@ from check.gpu.settings import SECTIONS
 from check.gpu_day.bits import DOORS
 from check.gpu_day.job import Job
 from check.gpu_day.settings import Settings, Shape
-from check.gpu_day.ways import AGAIN
+from check.gpu_day.ways import AGAIN, COMPILED
 
 _TINY_SECTIONS = ("two_gpus", "parameters")  # in a dry run; gpu_check's own test runs all
 _STACK_WAYS = {  # and the steps that are measured
     "none": 8,
     "checkpointing": 8,
+    "compiled": 8,
+    "compiled_host": 8,
     "host": 8,
     "recompute_host": 8,
     "half": 8,
@@ -103,7 +105,7 @@ def _stack(settings: Settings) -> list[Job]:
         for way, steps in _STACK_WAYS.items():
             if settings.is_tiny and seq != _LENGTHS[0] and way != "host":
                 continue  # a dry run shows nothing by it
-            limit_s = _SLOW_LIMIT_S if way in _SLOW_WAYS else _LIMIT_S
+            limit_s = _SLOW_LIMIT_S if way in (*_SLOW_WAYS, *COMPILED) else _LIMIT_S
             name = f"stack/{seq} {way}"
             jobs.append(_training(name, settings, shape, way, steps, limit_s=limit_s))
     return jobs

@@ -21,6 +21,8 @@ _NAMES = {
     "keep": "keep, with our hooks",
     "none": "keep",
     "checkpointing": "recompute",
+    "compiled": "keep, compiled",
+    "compiled_host": "host, inside of compiled graphs",
     "recompute_host": "recompute, inputs on host",
     "replay": "keep with replay",
     "host_replay": "host with replay",

@@ -110,6 +110,11 @@ class Settings:
         """Smaller storages stay: the default, and in a dry run next to none."""
         return 1024 if self.is_tiny else MIB
 
+    @property
+    def compiler(self) -> str:
+        """Of torch.compile; in a dry run without code generation, which takes minutes."""
+        return "aot_eager" if self.is_tiny else "inductor"
+
     def shape(self, name: str, *, seq: int | None = None, batch: int | None = None) -> Shape:
         """One of the models, with other sequences or another batch where these are given."""
         if self.is_tiny:

@@ -33,7 +33,7 @@ Note = Callable[[dict[str, Any]], None]
 _WARM_STEPS = 3
 _MOST_STEPS_OF_PLANS = 40
 _SETTLED = 10  # steps of `auto` without a new plan: after 8 it plans again, if only once
-_LONG_S = 5.0  # a first step that takes longer is the last of them: memory is there by then
+_LONG_S = 5.0  # where the second step takes longer, it is the last of them: memory is there by then
 _MARKS = 3  # timestamps of a step
 
 
@@ -78,6 +78,7 @@ class Trainee:
         if frozen is not None:
             self.model = add_adapters(self.model, shape)
         self.way: Way = prepare(way, self.model, shape, settings, budget_bytes)
+        self._call = self.model if self.way.compiled is None else self.way.compiled
         if frozen is not None:
             self.frozen = move_frozen(frozen, self.model, settings)
         trained = [param for param in self.model.parameters() if param.requires_grad]
@@ -86,7 +87,9 @@ class Trainee:
         self.device = open_device(settings.device)
         self._tokens = make_tokens(shape, 4, settings.device)
         self._num_steps = 0
-        self._least_steps = 1 if self.states is None else 2  # the second one reads states first
+        self._least_steps = 2  # the first one compiles kernels, and no states are away before it
+        if self.way.compiled is not None:
+            self._least_steps = _WARM_STEPS  # the first one compiles
         self.marks: list[Any] = []
         self.losses: list[torch.Tensor] = []
 
@@ -96,7 +99,7 @@ class Trainee:
         self._num_steps += 1
         self.marks.append(self.device.timestamp())
         with self.way.context():
-            loss = self.model(input_ids=tokens, labels=tokens).loss
+            loss = self._call(input_ids=tokens, labels=tokens).loss
         self.marks.append(self.device.timestamp())
         loss.backward()
         self.marks.append(self.device.timestamp())

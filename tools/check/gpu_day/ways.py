@@ -3,6 +3,7 @@
 
 none            everything stays in memory
 checkpointing   gradient_checkpointing_enable(), transformers' own
+compiled        torch.compile of the whole model; compiled_host: with inside_graphs=True, to host
 keep            every hook of ours, and nothing moves: what our Python costs
 replay          nothing moves; what is a cheap function of other saved bytes is computed again
 host, ssd       everything goes to host memory, or to the drive
@@ -39,6 +40,7 @@ AGAIN = ("recompute_host", "chunked_host", "tiled_host")  # each with one thing 
 OURS = ("keep", "replay", "host", "tiered", "ssd", *AGAIN, "half", "auto")
 _WITH_REPLAY = "_replay"  # behind the name of a way of ours
 _WITH_CODEC = ("_int8", "_int4")  # likewise
+COMPILED = ("compiled", "compiled_host")
 PEERS = ("save_on_cpu", "save_on_cpu_pinned", "trl", "fsdp2_cpu")
 _TIERED_SHARE = 3  # of what is saved, one part in so many goes to host memory
 _NEVER_BYTES = 1 << 40
@@ -53,10 +55,12 @@ class Way:
     Attributes:
         context: of each forward pass.
         handle: ours; None: of another.
+        compiled: is called in the model's place; None: the model itself.
     """
 
     context: Context = contextlib.nullcontext
     handle: Any = None
+    compiled: Any = None
 
 
 def prepare(
@@ -76,6 +80,12 @@ def prepare(
     """
     if _split(name)[0] in OURS:
         return Way(handle=_ours(name, model, shape, settings, budget_bytes))
+    if name in COMPILED:
+        compiled = torch.compile(model, backend=settings.compiler)
+        handle = None
+        if name == "compiled_host":
+            handle = _ours("host", model, shape, settings, None, inside_graphs=True)
+        return Way(handle=handle, compiled=compiled)
     if name in ("checkpointing", "fsdp2_cpu_checkpointing"):
         model.gradient_checkpointing_enable()
     if name.startswith("fsdp2_cpu"):
@@ -123,9 +133,17 @@ def _split(name: str) -> tuple[str, str, str]:
     return name, "on" if name == "replay" else "off", "off"
 
 
-def _ours(name: str, model: Any, shape: Shape, settings: Settings, budget_bytes: int | None) -> Any:
+def _ours(
+    name: str,
+    model: Any,
+    shape: Shape,
+    settings: Settings,
+    budget_bytes: int | None,
+    **more: Any,
+) -> Any:
     name, replay, codec = _split(name)
     common: dict[str, Any] = {"min_bytes": settings.min_bytes, "replay": replay, "codec": codec}
+    common |= more
     if name == "replay":
         return offload_activations(model, mode="keep", **common)
     host = {**common, "host_budget": settings.host_budget_bytes}

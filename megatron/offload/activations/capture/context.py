@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from megatron.offload.activations.capture.hooks import PLAIN_TORCH, Packed, SavedTensorHooks
+from megatron.offload.activations.capture.not_traced import not_traced
 from megatron.offload.activations.transfer.write_batch import WriteBatch
 from megatron.offload.device.cuda import is_captured
 
@@ -84,10 +85,12 @@ class SavingContext(torch.autograd.graph.saved_tensors_hooks):
         while above:
             autograd._push_saved_tensors_default_hooks(*above.pop())
 
+    @not_traced
     def _timed_pack(self, tensor: torch.Tensor) -> Packed:
         with self._hooks.time():
             return self._pack(tensor)
 
+    @not_traced
     def _pack(self, tensor: torch.Tensor) -> Packed:
         if self._is_over:
             self._take_off()

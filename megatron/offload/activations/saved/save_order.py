@@ -7,6 +7,8 @@ it backwards. It holds no record alive.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import weakref
 
 from megatron.offload.activations.saved.record import SavedReference, SavedStorage
@@ -18,12 +20,44 @@ class SaveOrder:
     def __init__(self) -> None:
         self._saves: list[SavedReference] = []
         self._largest: list[int] = []  # bytes, of each save and all before it
+        self._graph = -1  # whose call made the last saves
+        self._uses: list[int] = []  # of these saves, negative and so rising
+        self._end = 0  # of these saves
+
+    def __len__(self) -> int:
+        """Saves that were not taken off."""
+        return len(self._saves)
 
     def append(self, record: SavedStorage) -> None:
         """Notes that a storage was saved, for the first time or once more."""
         before, num_bytes = self._largest[-1:], record.num_bytes
         self._largest.append(max(before[0], num_bytes) if before else num_bytes)
         self._saves.append(weakref.ref(record))
+
+    def arrange(self, num_saves: int, graph: int, use: int) -> None:
+        """Puts the last saves among those of the same call of a compiled graph.
+
+        Args:
+            num_saves: that belong together.
+            graph: number of the graph. A call makes each save once.
+            use: when the backward graph needs them: 0 is first.
+        """
+        begin = len(self._saves) - num_saves
+        if graph != self._graph or begin != self._end or -use in self._uses:
+            self._graph, self._uses = graph, []
+        self._end = len(self._saves)
+        later = bisect.bisect(self._uses, -use)
+        place = begin - len(self._uses) + later
+        self._uses[later:later] = [-use] * num_saves
+        if place == begin:
+            return
+        saves = self._saves[begin:] + self._saves[place:begin]
+        self._saves[place:] = saves
+        before = self._largest[place - 1] if place else 0
+        sizes = (record.num_bytes if (record := one()) else 0 for one in saves)
+        self._largest[place:] = itertools.islice(
+            itertools.accumulate(sizes, max, initial=before), 1, None
+        )
 
     @property
     def largest_bytes(self) -> int:

@@ -26,16 +26,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
+import operator
 import re
 import threading
 import weakref
+import zlib
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd import graph_compile
+from torch._functorch import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -49,13 +52,14 @@ logger = logging.getLogger(__name__)
 
 _LIBRARY = torch.library.Library("megatron_offload", "DEF")
 _LIBRARY.define(
-    "begin_write(Tensor saved, str layer) -> Tensor", tags=(torch.Tag.needs_exact_strides,)
+    "begin_write(Tensor saved, str layer, int graph, int use) -> Tensor",
+    tags=(torch.Tag.needs_exact_strides,),
 )
 _LIBRARY.define("wait_for_read(Tensor shell, Tensor? after) -> Tensor")
 
-_PARTITION = "_partition_joint_graph_into_fw_bw"  # of PyTorch 2.13 and 2.14
+_COMPILE = "aot_stage2_compile"  # gets a joint graph, and what divides it, of any backend
 _REWRITTEN = "megatron_offload"  # in what is noted of a graph
-_FORMAT = 1  # of graphs in inductor's caches
+_FORMAT = 2  # of graphs in inductor's caches
 
 _of_thread = threading.local()  # `.engine`: of the forward pass that this thread is in
 
@@ -71,7 +75,7 @@ class _Saved(NamedTuple):
 _saved: dict[int, _Saved] = {}  # by the address of the shell's storage
 
 
-def _begin_write(saved: torch.Tensor, layer: str) -> torch.Tensor:
+def _begin_write(saved: torch.Tensor, layer: str, graph: int, use: int) -> torch.Tensor:
     shell = torch.empty_strided(
         saved.size(), saved.stride(), dtype=saved.dtype, device=saved.device
     )
@@ -87,7 +91,11 @@ def _begin_write(saved: torch.Tensor, layer: str) -> torch.Tensor:
     packed: Packed = plain
     if engine is not None:
         with engine.within(engine.scope.of_layer(layer or engine.scope.layer)):
+            order = engine.save_order
+            num_before = 0 if order is None else len(order)
             packed = engine.hooks.pack(plain)
+            if order is not None and len(order) > num_before:
+                order.arrange(len(order) - num_before, graph, use)
     alive = weakref.ref(storage, functools.partial(_forget, address))
     _saved[address] = _Saved(alive, engine, packed)
     return shell
@@ -123,13 +131,12 @@ def _wait_for_read(shell: torch.Tensor, after: torch.Tensor | None) -> torch.Ten
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 
-for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("begin_write", _begin_write, _key)
-    _LIBRARY.impl("wait_for_read", _wait_for_read, _key)
+_LIBRARY.impl("begin_write", _begin_write, "CompositeExplicitAutograd")
+_LIBRARY.impl("wait_for_read", _wait_for_read, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("megatron_offload::begin_write", lib=_LIBRARY)  # type: ignore[untyped-decorator]
-def _fake_shell(saved: torch.Tensor, layer: str) -> torch.Tensor:
+def _fake_shell(saved: torch.Tensor, layer: str, graph: int, use: int) -> torch.Tensor:
     return _like(saved)
 
 
@@ -180,32 +187,79 @@ def rewrite(
     end = forward.graph.output_node()
     outputs: list[Any] = list(end.args[0])  # type: ignore[arg-type]
     given = {one.name: one for one in backward.graph.find_nodes(op="placeholder")}
-    held = {
-        _storage_of(one)
-        for one in (*forward.graph.find_nodes(op="placeholder"), *outputs[:num_outputs])
-    }
+    number = zlib.crc32(str(backward.graph).encode())  # the same when it comes from a cache
+    uses = _order_of_use(backward.graph)
+    own = [one for one in outputs[:num_outputs] if isinstance(one, fx.Node)]
+    stay = [*forward.graph.find_nodes(op="placeholder"), *own]
+    held = {_storage_of(one) for one in stay}
+    bases = {_base_of(one) for one in stay}
+    moved: dict[fx.Node, fx.Node] = {}
     for place in range(num_outputs, len(outputs)):
         saved = outputs[place]
         storage = _storage_of(saved)
-        if storage is None or storage in held or _bytes_of(saved) < min_bytes:
+        if storage is None or _bytes_of(saved) < min_bytes:
+            continue
+        if storage in held or _base_of(saved) in bases:
             continue
         placeholder = given.get(saved.name)
         if placeholder is None or not placeholder.users:
             continue
         if _may_change(saved) or _may_change(placeholder):
             continue
-        arguments = saved, _layer_of(saved, layers)
+        arguments = saved, _layer_of(saved, layers), number, uses[placeholder]
+        _take_forward(saved)
         with forward.graph.inserting_after(saved):
             shell = forward.graph.call_function(_ops().begin_write.default, arguments)
         with saved.meta["val"].fake_mode:
             shell.meta["val"] = _like(saved.meta["val"])
-        shell.meta["eager_input_vals"] = ((saved.meta["val"], arguments[1]), {})
+        shell.meta["eager_input_vals"] = ((saved.meta["val"], *arguments[1:]), {})
         outputs[place] = shell
-        _read_late(backward.graph, placeholder, shell)
+        moved[placeholder] = shell
+    for placeholder in sorted(moved, key=uses.__getitem__):
+        _read_late(backward.graph, placeholder, moved[placeholder])
     end.args = (tuple(outputs),)
     for module in (forward, backward):
         module.graph.lint()
         module.recompile()
+
+
+def _take_forward(view: fx.Node) -> None:
+    """Has a view be made as soon as its bytes are there; partitioners may make it at the end."""
+    made_of = _made_of(view)
+    if made_of is not None and view.all_input_nodes == [made_of]:
+        _take_forward(made_of)
+        made_of.append(view)
+
+
+def _made_of(view: fx.Node) -> fx.Node | None:
+    """What a view is of; None: it is none.
+
+    Joint graphs have views whose tensors say nothing of the storage that they share.
+    """
+    first = view.args[0] if view.op == "call_function" and view.args else None
+    if not isinstance(first, fx.Node):
+        return None
+    maker = first if view.target is operator.getitem else view
+    is_view = getattr(maker.target, "is_view", False)
+    storage = _storage_of(view)
+    return first if is_view or (storage is not None and storage == _storage_of(first)) else None
+
+
+def _base_of(view: fx.Node) -> fx.Node:
+    """What a view is of in the end."""
+    while (made_of := _made_of(view)) is not None:
+        view = made_of
+    return view
+
+
+def _order_of_use(graph: fx.Graph) -> dict[fx.Node, int]:
+    """When a graph first uses each of its inputs, among them."""
+    first: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        for one in node.all_input_nodes:
+            if one.op == "placeholder":
+                first.setdefault(one, len(first))
+    return first
 
 
 def _read_late(graph: fx.Graph, placeholder: fx.Node, shell: fx.Node) -> None:
@@ -227,14 +281,13 @@ def _read_late(graph: fx.Graph, placeholder: fx.Node, shell: fx.Node) -> None:
 def _may_change(node: fx.Node) -> bool:
     """Whether an operation that gets a tensor, or a view of it, may write its result there."""
     todo, seen = [node], {node}
-    storage = _storage_of(node)
     while todo:
         for user in todo.pop().users:
             if isinstance(user.target, torch._ops.HigherOrderOperator) or any(
                 word in str(user.target) for word in _OVERWRITING
             ):
                 return True
-            if user not in seen and _storage_of(user) == storage:
+            if user not in seen and _made_of(user) in seen:
                 seen.add(user)
                 todo.append(user)
     return False
@@ -321,18 +374,17 @@ def moving_in_graphs(
 
 def has_seam() -> bool:
     """Whether this PyTorch divides a graph where we can rewrite it."""
-    return hasattr(graph_compile, _PARTITION)
+    own = getattr(aot_autograd, _COMPILE, None)
+    return own is not None and list(inspect.signature(own).parameters)[2:3] == ["partition_fn"]
 
 
 @contextlib.contextmanager
 def _rewriting(layers: Collection[str], min_bytes: int) -> Iterator[None]:
     """A context in which graphs that are made are rewritten, whatever the backend."""
-    own = getattr(graph_compile, _PARTITION)
+    own = getattr(aot_autograd, _COMPILE)
 
     @functools.wraps(own)
-    def partition(*arguments: Any) -> Any:
-        *others, divide = arguments
-
+    def compile_graph(state: Any, captured: Any, divide: Any, *compilers: Any, **more: Any) -> Any:
         def divided(
             gm: Any, joint_inputs: Any, *, num_fwd_outputs: int, **settings: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -342,12 +394,12 @@ def _rewriting(layers: Collection[str], min_bytes: int) -> Iterator[None]:
                 rewrite(forward, backward, num_fwd_outputs, layers, min_bytes)
             return forward, backward
 
-        return own(*others, divided)
+        return own(state, captured, divided, *compilers, **more)
 
     settings = {  # Note [What inductor must not do]
         "allow_buffer_reuse": False,
         "inplace_buffers": False,
         "custom_partitioner_fn": _Partitioner(config.custom_partitioner_fn, layers, min_bytes),
     }
-    with replaced(graph_compile, **{_PARTITION: partition}), config.patch(settings):
+    with replaced(aot_autograd, **{_COMPILE: compile_graph}), config.patch(settings):
         yield

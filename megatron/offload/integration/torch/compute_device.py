@@ -16,6 +16,7 @@ import torch
 
 from megatron.offload.activations.capture.context import SavingContext
 from megatron.offload.activations.capture.hooks import PLAIN_TORCH, Packed
+from megatron.offload.activations.capture.not_traced import not_traced
 from megatron.offload.activations.engine import OffloadEngine
 from megatron.offload.activations.saved.resident import ResidentTensor
 from megatron.offload.activations.saved.scope import Scope
@@ -89,6 +90,7 @@ class FirstSaved(SavingContext):
         if self._engine is not None:
             super().submit()
 
+    @not_traced
     def _pack(self, tensor: torch.Tensor) -> Packed:
         if self._engine is None and not self._is_over and self._is_telling(tensor):
             self._open(tensor.device)

@@ -149,7 +149,8 @@ def _check_graphs(config: OffloadConfig) -> None:
         )
     if not has_seam():
         raise ConfigurationError(
-            f"inside_graphs is for PyTorch 2.13 and 2.14, and this is {torch.__version__}; drop it"
+            f"inside_graphs is for PyTorch 2.11 and newer, and this is {torch.__version__}, which "
+            "divides a graph elsewhere; drop it"
         )
 
 

@@ -92,8 +92,8 @@ def warnings_of(
         if not inside_graphs and _is_compiled_whole(model):
             yield (
                 f"{type(model).__name__} is compiled as a whole, and its compiled backward pass "
-                "holds what comes back until its end; give inside_graphs=True (PyTorch 2.13 and "
-                "2.14), or compile layers one by one: for layer in model.layers: layer.compile()"
+                "holds what comes back until its end; give inside_graphs=True (PyTorch 2.11 or "
+                "newer), or compile layers one by one: for layer in model.layers: layer.compile()"
             )
 
 

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled graphs and the engine behind them: the order of reads, the window, faults, breaks.
+
+What a graph's bits are: test_compiled_graphs.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.offload import StorageError, offload_activations
+from megatron.offload.activations.capture.hooks import SavedTensorHooks
+from megatron.offload.activations.saved.view import SavedView
+from megatron.offload.activations.transfer.prefetcher import Prefetcher
+from megatron.offload.integration.torch import compiled_graphs
+from tests.support.compiled import HIDDEN, STEPS, Stack, assert_same, batch, trained
+from tests.support.nth_fault import ALLOCATION, READ, WRITE, NthFault
+
+
+@pytest.fixture(autouse=True)
+def compiled_anew() -> Any:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+    assert not compiled_graphs._saved
+
+
+VIEWS = [
+    getattr(torch.ops.aten, name)
+    for name in ("view", "t", "transpose", "detach", "permute", "_unsafe_view", "expand")
+]
+VIEWS = [getattr(one, name) for one in VIEWS for name in one.overloads()]
+
+
+class LateViews(torch.nn.Module):
+    """A partitioner makes the views that it saves at the end of forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            flat = torch.addmm(layer.bias, x.view(-1, HIDDEN), layer.weight)  # as GPT-2's
+            heads = flat.view(*x.shape[:-1], 4, -1).transpose(1, 2)
+            mixed = (heads @ heads.transpose(-1, -2)).softmax(-1) @ heads
+            x = x + torch.nn.functional.gelu(mixed.transpose(1, 2).reshape(x.shape))
+        return x.square().mean()
+
+
+class Broken(Stack):
+    """The graph ends between two blocks, and another one goes on."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+            torch._dynamo.graph_break()
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("kind", [Stack, LateViews, Broken])
+def test_reads_are_in_the_order_of_use_and_keep_to_the_window(
+    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+    used: list[int] = []
+    too_much: list[tuple[float, float]] = []
+    begin, unpack = Prefetcher._begin, SavedTensorHooks.unpack
+
+    def begins(prefetcher: Prefetcher, record: Any) -> None:
+        others = sum(prefetcher._ahead.values())
+        begin(prefetcher, record)
+        begun.append(id(record))
+        if others and others + record.num_bytes > prefetcher.window_bytes:
+            too_much.append((others + record.num_bytes, prefetcher.window_bytes))
+
+    def uses(hooks: SavedTensorHooks, packed: Any) -> torch.Tensor:
+        if isinstance(packed, SavedView):
+            used.append(id(packed.saved))
+        return unpack(hooks, packed)
+
+    monkeypatch.setattr(Prefetcher, "_begin", begins)
+    monkeypatch.setattr(SavedTensorHooks, "unpack", uses)
+    found = trained(tmp_path, kind=kind, settled=True, lengths=(32,))
+    assert found[1][-1]["read_bytes"] > 0
+    first_uses = list(dict.fromkeys(used))  # several views of one storage are one read
+    assert len(begun) > 8
+    assert begun == [one for one in first_uses if one in set(begun)]
+    assert not too_much
+
+
+def test_what_is_saved_leaves_as_soon_as_it_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not where a partitioner makes the view that it saves."""
+    graphs: list[torch.fx.Graph] = []
+    rewrite = compiled_graphs.rewrite
+
+    def noted(forward: torch.fx.GraphModule, *others: Any) -> None:
+        rewrite(forward, *others)
+        graphs.append(forward.graph)
+
+    monkeypatch.setattr(compiled_graphs, "rewrite", noted)
+    trained(tmp_path, kind=LateViews, lengths=(32,))
+    (graph,) = graphs
+    nodes = list(graph.nodes)
+    writes = [one for one in nodes if "begin_write" in str(one.target)]
+    assert len(writes) > 12
+    for write in writes:
+        complete = write.all_input_nodes[0]
+        while complete.target in VIEWS:
+            complete = complete.all_input_nodes[0]
+        meanwhile = nodes[nodes.index(complete) + 1 : nodes.index(write)]
+        assert not [one for one in meanwhile if "mm" in str(one.target)], write
+
+
+@pytest.mark.parametrize("kind", [LateViews, Broken])
+@pytest.mark.parametrize("mode", ["ssd", "host"])
+def test_the_bits_are_the_same(kind: Any, mode: str, tmp_path: Path) -> None:
+    found = trained(tmp_path, kind=kind, mode=mode, settled=True)
+    torch.compiler.reset()
+    assert_same(found, trained(None, kind=kind))
+    assert all(step["offloaded_storages"] > 8 for step in found[1])
+
+
+@pytest.mark.parametrize(("kind", "number"), [(WRITE, 3), (WRITE, 1), (ALLOCATION, 5)])
+def test_a_drive_that_fails_or_is_full_loses_nothing(
+    kind: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = trained(None)
+    torch.compiler.reset()
+    fault = NthFault(monkeypatch)
+    error = errno.ENOSPC if kind == ALLOCATION else errno.EIO
+    fault.begin(kind, number, error, for_ever=True)
+    found = trained(tmp_path, settled=True)
+    assert_same(found, expected)
+    assert fault.num_failed > 0 and found[1][0]["rejected_bytes"] > 0
+
+
+def test_a_read_that_fails_is_an_error_and_the_next_step_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = trained(None, lengths=(32,))[0]
+    torch.compiler.reset()
+    model = Stack().eval()
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    fault = NthFault(monkeypatch)
+    with offload_activations(model, tmp_path, min_bytes=1024, inside_graphs=True) as offload:
+        loss = compiled(batch(1))
+        assert offload.engine is not None and offload.engine.wait_for_writes(30)
+        fault.begin(READ, 4, errno.EIO, for_ever=True)
+        with pytest.raises(StorageError, match="Errno 5"):
+            loss.backward()
+        fault.end()
+        del loss
+        gc.collect()
+        model.zero_grad()
+        loss = compiled(batch(0))
+        loss.backward()
+        found = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("inside_graphs", [True, False])
+def test_our_hooks_are_not_compiled_where_a_graph_breaks(
+    inside_graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files: list[str] = []
+    compile_frame = torch._dynamo.convert_frame._compile
+
+    def noted(code: Any, *args: Any, **kwargs: Any) -> Any:
+        files.append(code.co_filename)
+        return compile_frame(code, *args, **kwargs)
+
+    monkeypatch.setattr(torch._dynamo.convert_frame, "_compile", noted)
+    trained(tmp_path, kind=Broken, inside_graphs=inside_graphs)
+    assert any(one == __file__ for one in files)
+    assert not [one for one in files if "/activations/" in one]
+
+
+def test_two_models_in_turn_and_one_compiled_in_place(tmp_path: Path) -> None:
+    def run(*directories: Path) -> list[torch.Tensor]:
+        torch.compiler.reset()
+        models: list[torch.nn.Module] = [Stack().eval(), LateViews()]
+        for model in models:
+            model.compile(backend="aot_eager")
+        handles = [
+            offload_activations(model, directory, min_bytes=1024, inside_graphs=True)
+            for model, directory in zip(models, directories, strict=False)
+        ]
+        for step in range(STEPS):
+            losses = [model(batch(step)) for model in models]
+            for loss in losses if step % 2 else losses[::-1]:
+                loss.backward()
+        for handle in handles:
+            assert handle.statistics["offloaded_storages"] > 8
+            handle.close()
+        return [p.grad for model in models for p in model.parameters() if p.grad is not None]
+
+    alone, found = run(), run(tmp_path, tmp_path)
+    assert len(alone) == len(found) and all(map(torch.equal, alone, found))

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small stack of blocks, compiled as a whole and trained: `Stack`, `trained`, `assert_same`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.offload import offload_activations
+from tests.support.models import Block
+
+HIDDEN, LAYERS, STEPS = 64, 3, 3
+
+
+class Stack(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.blocks = torch.nn.ModuleList(Block(HIDDEN) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def batch(step: int, length: int = 32) -> torch.Tensor:
+    return torch.randn(2, length, HIDDEN, generator=torch.Generator().manual_seed(step))
+
+
+Trained = tuple[list[torch.Tensor], list[dict[str, float]]]
+
+
+def trained(
+    directory: Path | None,
+    backend: str = "aot_eager",
+    *,
+    lengths: tuple[int, ...] = (32,) * STEPS,
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    kind: Callable[[], torch.nn.Module] = Stack,
+    device: str = "cpu",
+    settled: bool = False,
+    **settings: Any,
+) -> Trained:
+    """Losses and gradients of each step, and what moved.
+
+    Args:
+        directory: of offload; None: without.
+        backend: of torch.compile.
+        lengths: of the sequences, one a step.
+        around: each forward pass.
+        kind: of the model.
+        device: of it.
+        settled: backward begins when all is written.
+        settings: of `offload_activations`.
+    """
+    model = kind().eval().to(device)  # dropout draws otherwise in eager
+    settings = {"min_bytes": 1024, "inside_graphs": True, **settings}
+    compiled: Any = torch.compile(model, backend=backend)
+    results, statistics = [], []
+    with contextlib.ExitStack() as stack:
+        offload = None
+        if directory is not None:
+            offload = stack.enter_context(offload_activations(model, directory, **settings))
+        for step, length in enumerate(lengths):
+            with around():
+                loss = compiled(batch(step, length).to(device))
+            if offload is not None and settled:
+                assert offload.engine is not None and offload.engine.wait_for_writes(30)
+            loss.backward()
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            results += [one.detach().cpu() for one in (loss, *gradients)]
+            model.zero_grad()
+            if offload is not None:
+                statistics.append(dict(offload.statistics))
+    return results, statistics
+
+
+def assert_same(one: Trained, other: Trained) -> None:
+    assert len(one[0]) == len(other[0]) > STEPS
+    assert all(map(torch.equal, one[0], other[0]))
