@@ -296,6 +296,53 @@ def test_a_llama_has_the_same_bits(backend: str, compiled_first: bool, tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("gpt2", torch.float32),
+        ("bert", torch.bfloat16),
+        ("mixtral", torch.float32),
+    ],
+)
+def test_families_train_the_same_with_the_defaults_of_their_classes(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Their dropout, caches and padded texts; four steps of an optimizer."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from check.family.catalogue import families
+    from check.family.sample import find_sample, loss_of
+    from check.family.training import seed_everything
+
+    sample = find_sample(families()[name], "sdpa")
+
+    def run(directory: Path | None) -> list[torch.Tensor]:
+        torch.compiler.reset()
+        model = sample.model().to(dtype)
+        compiled = torch.compile(model, backend="aot_eager")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        seed_everything()
+        found = []
+        with contextlib.ExitStack() as stack:
+            offload = None
+            if directory is not None:
+                settings: dict[str, Any] = {"min_bytes": 256, "inside_graphs": True}
+                offload = stack.enter_context(offload_activations(model, directory, **settings))
+            for batch in sample.batches(4):
+                loss = loss_of(compiled, batch)
+                loss.backward()
+                found += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+                if offload is not None:
+                    assert offload.statistics["offloaded_storages"] > 30
+        return found
+
+    alone, found = run(None), run(tmp_path)
+    assert len(found) == len(alone) and all(map(torch.equal, found, alone))
+
+
+@pytest.mark.slow
 def test_the_trainer_compiles_and_trains_the_same(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     from megatron.offload import OffloadCallback
