@@ -82,10 +82,7 @@ def test_a_graph_outlives_its_handle(tmp_path: Path) -> None:
 def test_a_graph_that_is_retained_may_be_asked_twice(tmp_path: Path) -> None:
     model = Stack().eval()
     compiled: Any = torch.compile(model, backend="aot_eager")
-    with (
-        torch._functorch.config.patch(donated_buffer=False),
-        offload_activations(model, tmp_path, min_bytes=1024, inside_graphs=True),
-    ):
+    with offload_activations(model, tmp_path, min_bytes=1024, inside_graphs=True):
         loss = compiled(batch(0))
         loss.backward(retain_graph=True)
         once = [p.grad.clone() for p in model.parameters() if p.grad is not None]

@@ -21,6 +21,7 @@ from megatron.offload.activations.transfer.prefetcher import Prefetcher
 from megatron.offload.integration.torch import compiled_graphs
 from tests.support.compiled import HIDDEN, STEPS, Stack, assert_same, batch, trained
 from tests.support.nth_fault import ALLOCATION, READ, WRITE, NthFault
+from tests.support.ranks import run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -169,6 +170,82 @@ def test_a_read_that_fails_is_an_error_and_the_next_step_is_right(
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
+class Attention(torch.nn.Module):
+    """Inductor would lay results of its backward pass over what that has read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = torch.nn.Linear(HIDDEN, 3 * HIDDEN)
+        self.last = torch.nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.first(x).chunk(3, -1)
+        mixed = (q.tanh() @ k.transpose(-1, -2)).softmax(-1) @ v
+        return self.last(mixed).square().mean()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_second_backward_pass_has_the_bits_of_the_first(
+    is_closed: bool, backend: str, tmp_path: Path
+) -> None:
+    """Whether bytes come from the tier, or are in memory all the time."""
+    model = Attention()
+    compiled: Any = torch.compile(model, backend=backend)
+    with offload_activations(model, tmp_path, min_bytes=256, inside_graphs=True) as offload:
+        compiled(batch(0)).backward()
+        assert offload.statistics["offloaded_storages"] > 3
+        model.zero_grad()
+        if is_closed:
+            offload.close()
+        loss = compiled(batch(0))
+        found = []
+        for retain_graph in (True, True, False):
+            loss.backward(retain_graph=retain_graph)
+            found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+            model.zero_grad()
+    first, *others = found
+    assert len(first) == 4
+    for other in others:
+        assert all(map(torch.equal, first, other))
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_hooks_of_others_get_tensors_that_they_can_copy(is_closed: bool, tmp_path: Path) -> None:
+    def run(directory: Path | None) -> list[torch.Tensor]:
+        torch.compiler.reset()
+        model = Stack().eval()
+        compiled: Any = torch.compile(model, backend="aot_eager")
+        offload = None
+        if directory is not None:
+            offload = offload_activations(model, directory, min_bytes=1024, inside_graphs=True)
+        compiled(batch(0)).backward()
+        if offload is not None and is_closed:
+            offload.close()
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda one: one):
+            loss = compiled(batch(1))
+        loss.backward()
+        if offload is not None:
+            offload.close()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    alone, found = run(None), run(tmp_path)
+    assert len(alone) == len(found) and all(map(torch.equal, alone, found))
+
+
+def test_a_handle_that_is_closed_between_forward_and_backward_is_an_error(tmp_path: Path) -> None:
+    model = Stack().eval()
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    with offload_activations(model, tmp_path, min_bytes=1024, inside_graphs=True) as offload:
+        loss = compiled(batch(0))
+        assert offload.engine is not None and offload.engine.wait_for_writes(30)
+    with pytest.raises(StorageError, match="the tier is closed"):
+        loss.backward()
+    del loss
+    gc.collect()
+
+
 @pytest.mark.parametrize("inside_graphs", [True, False])
 def test_our_hooks_are_not_compiled_where_a_graph_breaks(
     inside_graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -207,3 +284,13 @@ def test_two_models_in_turn_and_one_compiled_in_place(tmp_path: Path) -> None:
 
     alone, found = run(), run(tmp_path, tmp_path)
     assert len(alone) == len(found) and all(map(torch.equal, alone, found))
+
+
+@pytest.mark.slow
+def test_ranks_that_share_a_compiled_model_train_the_same(tmp_path: Path) -> None:
+    """DDP, which divides the graph, and FSDP2."""
+    script = Path(__file__).parent / "compiled_ranks.py"
+    for results in run_ranks(script, tmp_path, str(tmp_path)):
+        assert set(results) == {"replicated", "sharded"}
+        for found in results.values():
+            assert found["identical"] and found["moved"] > 20

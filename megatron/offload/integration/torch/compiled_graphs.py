@@ -14,7 +14,9 @@ shell is found again by the address of its storage: where it is looked up it is 
 Note [What inductor must not do]
 - Reuse the memory of a buffer behind its last use in the graph, or have an operation write its
   result there: its bytes may be on their way. Some operations do that by themselves, once nothing
-  else uses what they change: what goes into one of these stays.
+  else uses what they change: what goes into one of these stays. Nor may backward, where several
+  views may share the memory that was read, and shells have none. So the backward graph is compiled
+  with the forward graph, with the same settings, not when backward first runs.
 - Lay several tensors into one buffer (for a `cat`), of which one is complete before another: what
   does not fill its storage is copied first.
 - Choose another layout for what is written than for what a graph gives out; it would copy shells.
@@ -39,6 +41,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 from torch._functorch import aot_autograd
+from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -58,8 +61,9 @@ _LIBRARY.define(
 _LIBRARY.define("wait_for_read(Tensor shell, Tensor? after) -> Tensor")
 
 _COMPILE = "aot_stage2_compile"  # gets a joint graph, and what divides it, of any backend
+_BOTH_AT_ONCE = "force_non_lazy_backward_lowering"
 _REWRITTEN = "megatron_offload"  # in what is noted of a graph
-_FORMAT = 2  # of graphs in inductor's caches
+_FORMAT = 4  # of graphs in inductor's caches
 
 _of_thread = threading.local()  # `.engine`: of the forward pass that this thread is in
 
@@ -68,7 +72,7 @@ class _Saved(NamedTuple):
     """What a shell stands for."""
 
     alive: weakref.ref[torch.UntypedStorage]  # of the shell; its end is the end of this
-    engine: OffloadEngine | None  # None: it stays in memory
+    engine: OffloadEngine
     packed: Packed
 
 
@@ -76,26 +80,23 @@ _saved: dict[int, _Saved] = {}  # by the address of the shell's storage
 
 
 def _begin_write(saved: torch.Tensor, layer: str, graph: int, use: int) -> torch.Tensor:
-    shell = torch.empty_strided(
-        saved.size(), saved.stride(), dtype=saved.dtype, device=saved.device
-    )
+    plain = saved.data  # inductor's aliases have versions of their own, which say nothing
+    engine: OffloadEngine | None = getattr(_of_thread, "engine", None)
+    # A hook of others may copy what it gets, and a checkpoint drops it.
+    if engine is None or others_take_what_is_saved():
+        return plain
+    shell = _like(saved)
     storage = shell.untyped_storage()
     storage.resize_(0)
     address = storage._cdata
-    engine: OffloadEngine | None = getattr(_of_thread, "engine", None)
-    if engine is not None and others_take_what_is_saved():  # a checkpoint, which drops it
-        engine = None
-    plain = saved.data  # inductor's aliases have versions of their own, which say nothing
     if plain.nbytes < plain.untyped_storage().nbytes():
         plain = plain.clone()
-    packed: Packed = plain
-    if engine is not None:
-        with engine.within(engine.scope.of_layer(layer or engine.scope.layer)):
-            order = engine.save_order
-            num_before = 0 if order is None else len(order)
-            packed = engine.hooks.pack(plain)
-            if order is not None and len(order) > num_before:
-                order.arrange(len(order) - num_before, graph, use)
+    with engine.within(engine.scope.of_layer(layer or engine.scope.layer)):
+        order = engine.save_order
+        num_before = 0 if order is None else len(order)
+        packed = engine.hooks.pack(plain)
+        if order is not None and len(order) > num_before:
+            order.arrange(len(order) - num_before, graph, use)
     alive = weakref.ref(storage, functools.partial(_forget, address))
     _saved[address] = _Saved(alive, engine, packed)
     return shell
@@ -109,21 +110,22 @@ def _forget(address: int, alive: weakref.ref[torch.UntypedStorage]) -> None:
 
 
 def _wait_for_read(shell: torch.Tensor, after: torch.Tensor | None) -> torch.Tensor:
-    address = shell.untyped_storage()._cdata
+    storage = shell.untyped_storage()
+    if storage.nbytes():  # it is the tensor itself
+        return shell.data
+    address = storage._cdata
+    keeps_graph = _keeps_graph()
     # Else it would be in memory until the whole graph's backward has ended.
-    take = _saved.get if _keeps_graph() else _saved.pop
+    take = _saved.get if keeps_graph else _saved.pop
     found = take(address, None)
     if found is None:
         raise RuntimeError(
             "activation offload: backward asks a second time for what a compiled graph has saved; "
             "give retain_graph=True to the first of two backward passes"
         )
-    if found.engine is None:
-        assert isinstance(found.packed, torch.Tensor)
-        tensor = found.packed
-    else:
-        tensor = found.engine.hooks.unpack(found.packed)
-    if tensor.stride() != shell.stride():  # it is a copy of a part
+    tensor = found.engine.hooks.unpack(found.packed)
+    # It is a copy of a part; or backward may hand it out as a gradient, and asks for it again.
+    if tensor.stride() != shell.stride() or keeps_graph:
         tensor = _like(shell).copy_(tensor)
     return tensor
 
@@ -361,7 +363,7 @@ def moving_in_graphs(
     """A context around a forward pass: what its graphs save goes to an engine.
 
     Graphs that `torch.compile` makes within it have operators for that. Elsewhere, in evaluation or
-    after offload has ended, these keep what they get.
+    after offload has ended, these hand out what they get.
     """
     before = getattr(_of_thread, "engine", None)
     _of_thread.engine = engine
@@ -375,6 +377,8 @@ def moving_in_graphs(
 def has_seam() -> bool:
     """Whether this PyTorch divides a graph where we can rewrite it."""
     own = getattr(aot_autograd, _COMPILE, None)
+    if not hasattr(functorch_config, _BOTH_AT_ONCE):
+        return False
     return own is not None and list(inspect.signature(own).parameters)[2:3] == ["partition_fn"]
 
 
@@ -394,6 +398,7 @@ def _rewriting(layers: Collection[str], min_bytes: int) -> Iterator[None]:
                 rewrite(forward, backward, num_fwd_outputs, layers, min_bytes)
             return forward, backward
 
+        state.fw_metadata.bw_donated_idxs = []  # of what backward may overwrite
         return own(state, captured, divided, *compilers, **more)
 
     settings = {  # Note [What inductor must not do]
@@ -401,5 +406,6 @@ def _rewriting(layers: Collection[str], min_bytes: int) -> Iterator[None]:
         "inplace_buffers": False,
         "custom_partitioner_fn": _Partitioner(config.custom_partitioner_fn, layers, min_bytes),
     }
-    with replaced(aot_autograd, **{_COMPILE: compile_graph}), config.patch(settings):
+    of_both = functorch_config.patch({_BOTH_AT_ONCE: True, "donated_buffer": False})
+    with replaced(aot_autograd, **{_COMPILE: compile_graph}), config.patch(settings), of_both:
         yield
