@@ -234,6 +234,15 @@ def test_hooks_of_others_get_tensors_that_they_can_copy(is_closed: bool, tmp_pat
     assert len(alone) == len(found) and all(map(torch.equal, alone, found))
 
 
+def test_copies_have_the_strides_of_what_they_are_of() -> None:
+    matrix = torch.randn(4, 6)
+    for like in (matrix, matrix.t(), matrix[:, :1].expand(4, 6), matrix[:1].expand(4, 6).t()):
+        for tensor in (like, like.contiguous()):
+            copied = compiled_graphs._copied(tensor, like)
+            assert torch.equal(copied, like) and copied.stride() == like.stride()
+            assert copied.data_ptr() != like.data_ptr()
+
+
 def test_a_handle_that_is_closed_between_forward_and_backward_is_an_error(tmp_path: Path) -> None:
     model = Stack().eval()
     compiled: Any = torch.compile(model, backend="aot_eager")

@@ -84,7 +84,7 @@ def _begin_write(saved: torch.Tensor, layer: str, graph: int, use: int) -> torch
     engine: OffloadEngine | None = getattr(_of_thread, "engine", None)
     # A hook of others may copy what it gets, and a checkpoint drops it.
     if engine is None or others_take_what_is_saved():
-        return plain
+        return _copied(plain, saved)
     shell = _like(saved)
     storage = shell.untyped_storage()
     storage.resize_(0)
@@ -112,7 +112,7 @@ def _forget(address: int, alive: weakref.ref[torch.UntypedStorage]) -> None:
 def _wait_for_read(shell: torch.Tensor, after: torch.Tensor | None) -> torch.Tensor:
     storage = shell.untyped_storage()
     if storage.nbytes():  # it is the tensor itself
-        return shell.data
+        return _copied(shell, shell)  # an operator may not hand out what it gets
     address = storage._cdata
     keeps_graph = _keeps_graph()
     # Else it would be in memory until the whole graph's backward has ended.
@@ -126,8 +126,19 @@ def _wait_for_read(shell: torch.Tensor, after: torch.Tensor | None) -> torch.Ten
     tensor = found.engine.hooks.unpack(found.packed)
     # It is a copy of a part; or backward may hand it out as a gradient, and asks for it again.
     if tensor.stride() != shell.stride() or keeps_graph:
-        tensor = _like(shell).copy_(tensor)
+        tensor = _copied(tensor, shell)
     return tensor
+
+
+def _copied(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A copy with the strides of another tensor, which may be expanded."""
+    made = _like(like)
+    to = made
+    for dim, stride in enumerate(like.stride()):
+        if stride == 0:
+            to, tensor = to.narrow(dim, 0, 1), tensor.narrow(dim, 0, 1)
+    to.copy_(tensor)
+    return made
 
 
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
