@@ -75,6 +75,18 @@ def engine(make_engine: Callable[..., OffloadEngine]) -> OffloadEngine:
 
 
 @pytest.fixture
+def one_compute_thread() -> Iterator[None]:
+    """Small matrices: more threads only wait for each other, and for the I/O threads.
+
+    And what is compiled adds up the gradient of an embedding in an order that threads decide.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     """torch sees CUDA, and two GPUs that compute nothing."""
     fake = FakeCuda()

@@ -6,18 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from tests.support.layer_major import waiting_threads
-
-
-@pytest.fixture
-def one_compute_thread() -> Iterator[None]:
-    """Small matrices: more threads only wait for each other, and for the I/O threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

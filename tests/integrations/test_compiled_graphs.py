@@ -249,17 +249,8 @@ def test_what_inductor_would_write_over_is_right(
 # -- Models of transformers -----------------------------------------------------------------------
 
 
-@pytest.fixture
-def one_thread() -> Any:
-    """What inductor makes adds up the gradient of an embedding in an order that threads decide."""
-    number = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(number)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_compute_thread")
 @pytest.mark.parametrize("compiled_first", [True, False])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_llama_has_the_same_bits(backend: str, compiled_first: bool, tmp_path: Path) -> None:
@@ -293,7 +284,7 @@ def test_a_llama_has_the_same_bits(backend: str, compiled_first: bool, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_compute_thread")
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -274,17 +274,8 @@ def compiled_by_layer(model: Any, backend: str) -> torch.nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """What is compiled adds up the gradient of an embedding in an order that threads decide."""
-    number = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(number)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_compute_thread")
 @pytest.mark.parametrize("wraps_first", [True, False], ids=["door-last", "door-first"])
 @pytest.mark.parametrize(
     ("wrap", "backend"),
