@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -375,7 +376,13 @@ def test_what_is_refused(settings: dict[str, Any], sentence: str, tmp_path: Path
         offload_activations(Stack(), tmp_path, inside_graphs=True, **settings)
 
 
-def test_another_pytorch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_graphs, "_COMPILE", "gone")
+@pytest.mark.parametrize("lacks_parts", [False, True])
+def test_another_pytorch_is_refused(
+    lacks_parts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if lacks_parts:
+        monkeypatch.setitem(sys.modules, compiled_graphs.__name__, None)
+    else:
+        monkeypatch.setattr(compiled_graphs, "_COMPILE", "gone")
     with pytest.raises(ConfigurationError, match=r"is for PyTorch 2\.11 and newer"):
         offload_activations(Stack(), tmp_path, inside_graphs=True)

@@ -33,10 +33,9 @@ def compiled_anew() -> Any:
 
 
 VIEWS = [
-    getattr(torch.ops.aten, name)
-    for name in ("view", "t", "transpose", "detach", "permute", "_unsafe_view", "expand")
-]
-VIEWS = [getattr(one, name) for one in VIEWS for name in one.overloads()]
+    getattr(torch.ops.aten, name).default
+    for name in ("view", "t", "detach", "permute", "_unsafe_view", "expand")
+] + [torch.ops.aten.transpose.int]
 
 
 class LateViews(torch.nn.Module):

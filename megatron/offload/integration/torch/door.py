@@ -136,8 +136,6 @@ def offload_activations(
 
 
 def _check_graphs(config: OffloadConfig) -> None:
-    from megatron.offload.integration.torch.compiled_graphs import has_seam
-
     if config.plans:
         raise ConfigurationError(
             "auto does not measure layers within a compiled graph; drop inside_graphs, or use "
@@ -147,7 +145,13 @@ def _check_graphs(config: OffloadConfig) -> None:
         raise ConfigurationError(
             "inside_graphs has not been tried with a codec; drop one of the two"
         )
-    if not has_seam():
+    try:
+        from megatron.offload.integration.torch.compiled_graphs import has_seam
+
+        is_known = has_seam()
+    except ImportError:  # of a part that an older PyTorch lacks
+        is_known = False
+    if not is_known:
         raise ConfigurationError(
             f"inside_graphs is for PyTorch 2.11 and newer, and this is {torch.__version__}, which "
             "divides a graph elsewhere; drop it"
