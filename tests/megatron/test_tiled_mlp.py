@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.launch import assert_same_bits, train
+from tests.support.launch import assert_auto_changes_no_bit, assert_same_bits, train
 from tests.support.offload_flags import ssd
 from tests.support.ranks import run_ranks
 
@@ -116,15 +116,7 @@ def test_the_bits_of_tiles_are_the_same_whatever_else_is_on(settings: str, tmp_p
 
 @pytest.mark.rare
 def test_auto_plans_around_it_and_changes_no_bit(tmp_path: Path) -> None:
-    tiled = train("--train-iters 8", TILED)
-    planned = train(
-        "--train-iters 8",
-        TILED,
-        f"--activation-offload auto --activation-offload-dir {tmp_path}",
-        "--activation-offload-min-bytes 1KiB --activation-offload-max-slowdown 1",
-    )
-    assert_same_bits(planned, tiled, 8)
-    assert planned.values("offload")[-1]["predicted_peak_bytes"] > 0
+    assert_auto_changes_no_bit(TILED, tmp_path)
 
 
 @pytest.mark.slow

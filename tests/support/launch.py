@@ -255,6 +255,19 @@ def assert_same_bits(one: Outcome, other: Outcome, num_steps: int) -> None:
         ], name
 
 
+def assert_auto_changes_no_bit(flags: str, directory: Path) -> None:
+    """A training with these flags, with a plan in it and without."""
+    without = train("--train-iters 8", flags)
+    planned = train(
+        "--train-iters 8",
+        flags,
+        f"--activation-offload auto --activation-offload-dir {directory}",
+        "--activation-offload-min-bytes 1KiB --activation-offload-max-slowdown 1",
+    )
+    assert_same_bits(planned, without, 8)
+    assert planned.values("offload")[-1]["predicted_peak_bytes"] > 0
+
+
 def nothing_leaks(steps: list[dict[str, Any]]) -> bool:
     """Whether tiers were empty after each step, but for writes that their use has overtaken.
 
