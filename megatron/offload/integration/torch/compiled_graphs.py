@@ -201,7 +201,7 @@ def rewrite(
     outputs: list[Any] = list(end.args[0])  # type: ignore[arg-type]
     given = {one.name: one for one in backward.graph.find_nodes(op="placeholder")}
     number = zlib.crc32(str(backward.graph).encode())  # the same when it comes from a cache
-    uses = _order_of_use(backward.graph)
+    uses = _uses_in(backward.graph)
     own = [one for one in outputs[:num_outputs] if isinstance(one, fx.Node)]
     stay = [*forward.graph.find_nodes(op="placeholder"), *own]
     held = {_storage_of(one) for one in stay}
@@ -219,7 +219,7 @@ def rewrite(
             continue
         if _may_change(saved) or _may_change(placeholder):
             continue
-        arguments = saved, _layer_of(saved, layers), number, uses[placeholder]
+        arguments = saved, _layer_of(saved, layers), number, uses[placeholder].number
         _take_forward(saved)
         with forward.graph.inserting_after(saved):
             shell = forward.graph.call_function(_ops().begin_write.default, arguments)
@@ -228,8 +228,8 @@ def rewrite(
         shell.meta["eager_input_vals"] = ((saved.meta["val"], *arguments[1:]), {})
         outputs[place] = shell
         moved[placeholder] = shell
-    for placeholder in sorted(moved, key=uses.__getitem__):
-        _read_late(backward.graph, placeholder, moved[placeholder])
+    for placeholder in sorted(moved, key=lambda one: uses[one].number):
+        _read_late(placeholder, uses[placeholder], moved[placeholder])
     end.args = (tuple(outputs),)
     for module in (forward, backward):
         module.graph.lint()
@@ -265,27 +265,35 @@ def _base_of(view: fx.Node) -> fx.Node:
     return view
 
 
-def _order_of_use(graph: fx.Graph) -> dict[fx.Node, int]:
-    """When a graph first uses each of its inputs, among them."""
-    first: dict[fx.Node, int] = {}
+class _FirstUse(NamedTuple):
+    """Where a graph first uses one of its inputs."""
+
+    number: int  # among the first uses of all
+    node: fx.Node
+    after: fx.Node | None  # the last matrix product before it
+
+
+def _uses_in(graph: fx.Graph) -> dict[fx.Node, _FirstUse]:
+    """The first use of each input of a graph."""
+    found: dict[fx.Node, _FirstUse] = {}
+    product = None
     for node in graph.nodes:
         for one in node.all_input_nodes:
-            if one.op == "placeholder":
-                first.setdefault(one, len(first))
-    return first
+            if one.op == "placeholder" and one not in found:
+                found[one] = _FirstUse(len(found), node, product)
+        if node.target in _PRODUCTS:
+            product = node
+    return found
 
 
-def _read_late(graph: fx.Graph, placeholder: fx.Node, shell: fx.Node) -> None:
+def _read_late(placeholder: fx.Node, use: _FirstUse, shell: fx.Node) -> None:
     """Has backward wait for a tensor just before its first use."""
-    order = {node: number for number, node in enumerate(graph.nodes)}
-    first = min(placeholder.users, key=order.__getitem__)
-    products = [one for one in graph.nodes if one.target in _PRODUCTS and order[one] < order[first]]
+    graph = placeholder.graph
     with graph.inserting_before(placeholder):
         new = graph.placeholder(f"{placeholder.name}_shell")
     new.meta.update(shell.meta)
-    with graph.inserting_before(first):
-        arguments = (new, products[-1] if products else None)
-        tensor = graph.call_function(_ops().wait_for_read.default, arguments)
+    with graph.inserting_before(use.node):
+        tensor = graph.call_function(_ops().wait_for_read.default, (new, use.after))
     tensor.meta.update(placeholder.meta)
     placeholder.replace_all_uses_with(tensor)
     graph.erase_node(placeholder)
