@@ -36,3 +36,19 @@ def test_the_bits_are_the_same_however_late_the_device_is(
     found = trained(tmp_path, device="lag", mode=mode, settled=seed > 0, **budget)
     assert_same(found, expected)
     assert all(step["offloaded_storages"] > 8 for step in found[1])
+
+
+@pytest.mark.parametrize("budget", ["700KiB", "1GiB"])
+def test_auto_changes_no_bit_and_keeps_what_there_is_room_for(
+    budget: str, lag: LagModule, tmp_path: Path
+) -> None:
+    lengths = (32,) * 10
+    expected = trained(None, device="lag", lengths=lengths)
+    torch.compiler.reset()
+    lag.set_delays(50, 1500, seed=3)
+    settings = {"mode": "auto", "memory_budget_bytes": budget, "host_budget": "1GiB"}
+    found = trained(tmp_path, device="lag", lengths=lengths, **settings)
+    assert_same(found, expected)
+    last = found[1][-1]
+    assert last["plans"] > 0 and last["kept_bytes"] > 0
+    assert (last["offloaded_bytes"] > 0) == (budget != "1GiB")

@@ -216,6 +216,59 @@ def test_each_part_of_a_step_gets_its_seconds_without_waits() -> None:
     assert profile.step_fixed_s == 9.0 and profile.num_micro_batches == 2
 
 
+class Graphs(Run):
+    """The same layers in a compiled graph: what it saves and uses is all that is seen of them."""
+
+    def __init__(self, *saves: tuple[float, str], uses: list[tuple[float, str]]) -> None:
+        super().__init__()
+        self.saves, self.uses = saves, uses
+
+    def step(self, num: int = 2, tokens: int = 8, *, well: bool = True) -> None:
+        self.profiler.begin_step()
+        with self.profiler.forward(0, 0):
+            for seconds, name in self.saves:
+                self.clock.now_s += seconds
+                scope = Scope(0, 0, name)
+                self.profiler.reach_layer(scope, is_layer=not name.endswith(".after"))
+                self.profiler.moves(scope, 1000)
+            self.clock.now_s += 0.25
+        self.clock.now_s += 100.0
+        with self.profiler.backward(0, 0):
+            for seconds, name in self.uses:
+                self.clock.now_s += seconds
+                self.profiler.reach_backward(Scope(0, 0, name))
+                self.clock.wait(50.0)
+            self.clock.now_s += 0.5
+        self.profiler.end_step(well=well)
+
+
+def test_layers_of_a_compiled_graph_are_seen_by_what_it_saves() -> None:
+    first, second, head = "decoder.1", "decoder.2", "decoder.2.after"
+    run = Graphs(
+        (0.5, first), (1.0, first), (2.0, second), (0.0, first), (3.0, second), (4.0, head),
+        uses=[
+            (0.125, head), (1.0, second), (0.25, first), (0.75, second), (2.0, first), (3.0, first),
+        ],
+    )  # fmt: skip
+    run.step()
+    profile = run.profile()
+    assert [one.name for one in profile.layers] == [first, second, head]
+    assert [one.parts[0].movable_bytes for one in profile.layers] == [3000, 2000, 1000]
+    assert [one.forward_s for one in profile.layers] == [3.0, 7.0, 0.25]
+    # What others use of the first layer comes back before its backward begins.
+    assert [one.backward_s for one in profile.layers] == [5.5, 1.0, 1.125]
+    assert not any(one.recompute_s for one in profile.layers)
+
+
+def test_what_a_graph_saves_last_of_a_layer_ends_it() -> None:
+    """Also where it saves something else before."""
+    run = Graphs((0.5, "a"), (1.0, "a.after"), (2.0, "a"), uses=[(1.0, "a.after"), (1.0, "a")])
+    run.step()
+    (layer, behind) = run.profile().layers
+    assert (layer.name, layer.forward_s, layer.backward_s) == ("a", 3.25, 0.5)
+    assert (behind.name, behind.forward_s) == ("a.after", 0.0)
+
+
 @pytest.mark.parametrize("left_out", [["decoder.2"], ["decoder.1"], []])
 def test_passes_that_leave_layers_out_count_for_none(left_out: list[str]) -> None:
     """LayerDrop, which some models of speech and translation have by default."""

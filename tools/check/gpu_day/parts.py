@@ -21,6 +21,7 @@ _STACK_WAYS = {  # and the steps that are measured
     "none": 8,
     "checkpointing": 8,
     "compiled": 8,
+    "compiled_checkpointing": 8,
     "compiled_host": 8,
     "host": 8,
     "recompute_host": 8,
@@ -120,10 +121,11 @@ def _auto(settings: Settings) -> list[Job]:
         jobs += [
             _training(
                 f"auto/{share:.0%} of what layers save{words}", settings, shape, way, 8,
-                limit_s=120, budget_bytes=budget,
+                limit_s=_SLOW_LIMIT_S if way in COMPILED else 120, budget_bytes=budget,
             )
             for way, words in {
                 "auto": "", "auto_replay": ", with replay", "auto_int8": ", with int8",
+                "compiled_auto": ", inside of compiled graphs",
             }.items()
         ]  # fmt: skip
     smallest = settings.few(shape.budget(_BUDGETS[0]), 64 << 20)

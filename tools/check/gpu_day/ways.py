@@ -3,7 +3,9 @@
 
 none            everything stays in memory
 checkpointing   gradient_checkpointing_enable(), transformers' own
-compiled        torch.compile of the whole model; compiled_host: with inside_graphs=True, to host
+compiled        torch.compile of the whole model; compiled_host, compiled_auto: with
+                inside_graphs=True, to host, or by the planner; compiled_checkpointing: with
+                transformers' own
 keep            every hook of ours, and nothing moves: what our Python costs
 replay          nothing moves; what is a cheap function of other saved bytes is computed again
 host, ssd       everything goes to host memory, or to the drive
@@ -40,7 +42,8 @@ AGAIN = ("recompute_host", "chunked_host", "tiled_host")  # each with one thing 
 OURS = ("keep", "replay", "host", "tiered", "ssd", *AGAIN, "half", "auto")
 _WITH_REPLAY = "_replay"  # behind the name of a way of ours
 _WITH_CODEC = ("_int8", "_int4")  # likewise
-COMPILED = ("compiled", "compiled_host")
+_INSIDE = {"compiled_host": "host", "compiled_auto": "auto"}  # of compiled graphs
+COMPILED = ("compiled", "compiled_checkpointing", *_INSIDE)
 PEERS = ("save_on_cpu", "save_on_cpu_pinned", "trl", "fsdp2_cpu")
 _TIERED_SHARE = 3  # of what is saved, one part in so many goes to host memory
 _NEVER_BYTES = 1 << 40
@@ -81,10 +84,12 @@ def prepare(
     if _split(name)[0] in OURS:
         return Way(handle=_ours(name, model, shape, settings, budget_bytes))
     if name in COMPILED:
+        if name == "compiled_checkpointing":
+            model.gradient_checkpointing_enable()
         compiled = torch.compile(model, backend=settings.compiler)
         handle = None
-        if name == "compiled_host":
-            handle = _ours("host", model, shape, settings, None, inside_graphs=True)
+        if name in _INSIDE:
+            handle = _ours(_INSIDE[name], model, shape, settings, budget_bytes, inside_graphs=True)
         return Way(handle=handle, compiled=compiled)
     if name in ("checkpointing", "fsdp2_cpu_checkpointing"):
         model.gradient_checkpointing_enable()

@@ -49,7 +49,9 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from megatron.offload.activations.capture.context import others_take_what_is_saved
 from megatron.offload.activations.capture.hooks import Packed
 from megatron.offload.activations.engine import OffloadEngine
+from megatron.offload.activations.saved.scope import Scope, name_of_call
 from megatron.offload.integration.own_attributes import replaced
+from megatron.offload.integration.torch.layer_calls import LayerCalls
 
 logger = logging.getLogger(__name__)
 
@@ -63,16 +65,18 @@ _LIBRARY.define("wait_for_read(Tensor shell, Tensor? after) -> Tensor")
 _COMPILE = "aot_stage2_compile"  # gets a joint graph, and what divides it, of any backend
 _BOTH_AT_ONCE = "force_non_lazy_backward_lowering"
 _REWRITTEN = "megatron_offload"  # in what is noted of a graph
-_FORMAT = 4  # of graphs in inductor's caches
+_FORMAT = 5  # of graphs in inductor's caches
 
-_of_thread = threading.local()  # `.engine`: of the forward pass that this thread is in
+_of_thread = threading.local()  # `.calls`: of the forward pass that this thread is in
 
 
 class _Saved(NamedTuple):
     """What a shell stands for."""
 
     alive: weakref.ref[torch.UntypedStorage]  # of the shell; its end is the end of this
+    calls: LayerCalls
     engine: OffloadEngine
+    scope: Scope
     packed: Packed
 
 
@@ -81,9 +85,9 @@ _saved: dict[int, _Saved] = {}  # by the address of the shell's storage
 
 def _begin_write(saved: torch.Tensor, layer: str, graph: int, use: int) -> torch.Tensor:
     plain = saved.data  # inductor's aliases have versions of their own, which say nothing
-    engine: OffloadEngine | None = getattr(_of_thread, "engine", None)
+    calls: LayerCalls | None = getattr(_of_thread, "calls", None)
     # A hook of others may copy what it gets, and a checkpoint drops it.
-    if engine is None or others_take_what_is_saved():
+    if calls is None or others_take_what_is_saved():
         return _copied(plain, saved)
     shell = _like(saved)
     storage = shell.untyped_storage()
@@ -91,14 +95,14 @@ def _begin_write(saved: torch.Tensor, layer: str, graph: int, use: int) -> torch
     address = storage._cdata
     if plain.nbytes < plain.untyped_storage().nbytes():
         plain = plain.clone()
-    with engine.within(engine.scope.of_layer(layer or engine.scope.layer)):
-        order = engine.save_order
-        num_before = 0 if order is None else len(order)
-        packed = engine.hooks.pack(plain)
-        if order is not None and len(order) > num_before:
-            order.arrange(len(order) - num_before, graph, use)
+    engine = calls.save_in_graph(layer)
+    order = engine.save_order
+    num_before = 0 if order is None else len(order)
+    packed = engine.hooks.pack(plain)
+    if order is not None and len(order) > num_before:
+        order.arrange(len(order) - num_before, graph, use)
     alive = weakref.ref(storage, functools.partial(_forget, address))
-    _saved[address] = _Saved(alive, engine, packed)
+    _saved[address] = _Saved(alive, calls, engine, engine.scope, packed)
     return shell
 
 
@@ -123,6 +127,7 @@ def _wait_for_read(shell: torch.Tensor, after: torch.Tensor | None) -> torch.Ten
             "activation offload: backward asks a second time for what a compiled graph has saved; "
             "give retain_graph=True to the first of two backward passes"
         )
+    found.calls.use_in_graph(found.scope)
     tensor = found.engine.hooks.unpack(found.packed)
     # It is a copy of a part; or backward may hand it out as a gradient, and asks for it again.
     if tensor.stride() != shell.stride() or keeps_graph:
@@ -315,8 +320,9 @@ def _may_change(node: fx.Node) -> bool:
 
 
 def _layer_of(node: fx.Node, layers: Collection[str]) -> str:
-    """The layer whose forward makes a tensor; empty: none of these."""
-    for path, _ in reversed((node.meta.get("nn_module_stack") or {}).values()):
+    """The call of a layer that makes a tensor, by its name; empty: none of these."""
+    stack: dict[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
+    for key, (path, _) in reversed(stack.items()):
         # As it is written in the code of the graph: L['self'].model.layers[3], or with _modules.
         name = re.sub(r"_modules\[['\"]([^'\"]+)['\"]\]", r"\1", path)
         name = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", name.partition(".")[2])
@@ -324,7 +330,8 @@ def _layer_of(node: fx.Node, layers: Collection[str]) -> str:
             continue
         for layer in layers:
             if layer == name or layer.endswith(f".{name}"):
-                return layer
+                _, _, number = key.partition("@")  # of calls before this one
+                return name_of_call(layer, int(number or 0) + 1)
     return ""
 
 
@@ -376,21 +383,19 @@ class _Partitioner(CustomPartitionerFn):
 
 
 @contextlib.contextmanager
-def moving_in_graphs(
-    engine: OffloadEngine, layers: Collection[str], min_bytes: int
-) -> Iterator[None]:
-    """A context around a forward pass: what its graphs save goes to an engine.
+def moving_in_graphs(calls: LayerCalls, layers: Collection[str], min_bytes: int) -> Iterator[None]:
+    """A context around a forward pass: what its graphs save goes to the engine of these calls.
 
     Graphs that `torch.compile` makes within it have operators for that. Elsewhere, in evaluation or
     after offload has ended, these hand out what they get.
     """
-    before = getattr(_of_thread, "engine", None)
-    _of_thread.engine = engine
+    before = getattr(_of_thread, "calls", None)
+    _of_thread.calls = calls
     try:
         with _rewriting(layers, min_bytes):
             yield
     finally:
-        _of_thread.engine = before
+        _of_thread.calls = before
 
 
 def has_seam() -> bool:

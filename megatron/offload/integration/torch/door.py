@@ -62,7 +62,7 @@ def offload_activations(
             classes or patterns of module names such as `model.layers.*`. Default: modules of one
             class that stand in a ModuleList or Sequential.
         inside_graphs: what `torch.compile` makes of a forward pass moves its activations inside of
-            its graphs; see docs/integrations.md. Not with `auto` or a codec.
+            its graphs; see docs/integrations.md. Not with a codec.
         run_directory: with `auto`, where what was measured is written.
         metrics_file: gets a JSON line for each step of the first rank: its time, its peak memory,
             its loss and what moved; `megatron-offload report` makes a table of several.
@@ -136,11 +136,6 @@ def offload_activations(
 
 
 def _check_graphs(config: OffloadConfig) -> None:
-    if config.plans:
-        raise ConfigurationError(
-            "auto does not measure layers within a compiled graph; drop inside_graphs, or use "
-            "mode='ssd' or 'host'"
-        )
     if config.codec != "off":
         raise ConfigurationError(
             "inside_graphs has not been tried with a codec; drop one of the two"

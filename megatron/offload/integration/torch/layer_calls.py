@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,11 +29,17 @@ from torch.utils.checkpoint import checkpoint
 from megatron.offload.activations.capture.context import others_take_what_is_saved
 from megatron.offload.activations.engine import OffloadEngine
 from megatron.offload.activations.placement.policy import WHOLE_LAYER, Placement
-from megatron.offload.activations.saved.scope import Scope, name_after, name_of_call
+from megatron.offload.activations.saved.scope import (
+    Scope,
+    layer_of,
+    name_after,
+    name_of_call,
+)
 from megatron.offload.integration.own_attributes import replaced
 from megatron.offload.integration.torch.argument_snapshot import ArgumentSnapshot, Changes
 from megatron.offload.integration.torch.attribute_snapshot import AttributeSnapshot
 from megatron.offload.integration.torch.buffer_snapshot import BufferSnapshot
+from megatron.offload.integration.torch.module_hooks import is_compiled
 from megatron.offload.integration.torch.passes import Passes, computed_in, tensors_in
 from megatron.offload.layer_major.other_numbers import OtherNumbers
 from megatron.offload.planner.profile.profiler import Profiler
@@ -66,6 +72,7 @@ class LayerCalls:
         self._replaced: set[torch.nn.Module] = set()  # they may be recomputed in this pass
         self._layer: torch.nn.Module | None = None  # whose forward is under way
         self._early: torch.nn.Module | None = None  # the same, before there is an engine
+        self._in_graph: dict[str, None] = {}  # layers of this pass that graphs have saved for
         self._recomputes = False  # whether it is to be recomputed
         self._has_warned = False  # of hooks that are around one
         self._has_warned_of: set[torch.nn.Module] = set()  # why they are not recomputed
@@ -93,6 +100,7 @@ class LayerCalls:
         if self._layer is not None:  # interrupted in an earlier pass: no hook has told us
             self._end(None)
         self._calls.clear()
+        self._in_graph.clear()
         early, self._early = self._early, None  # the engine was opened within it
         self._enter(engine, name_after("") if early is None else self._names[early])
         self._replaced = {
@@ -106,8 +114,9 @@ class LayerCalls:
         try:
             with contextlib.ExitStack() as stack:
                 for one in self._replaced:  # a module looks it up before its hooks run
-                    run = functools.partial(self._run, one.forward)
-                    stack.enter_context(replaced(one, forward=run))
+                    if not is_compiled(one):  # else its call is all that is ours
+                        run = functools.partial(self.run, one.forward)
+                        stack.enter_context(replaced(one, forward=run))
                 yield
         finally:
             self._contexts.close()
@@ -161,6 +170,40 @@ class LayerCalls:
             self._profiler.end_layer(list(tensors_in(result)))
         self._enter(self._engine, name_after(self._engine.scope.layer))
 
+    def save_in_graph(self, name: str) -> OffloadEngine:
+        """A compiled graph is about to save for a layer's call; empty: for none that it knows.
+
+        Calls within a graph are not seen: all that shows them is what they save.
+        """
+        engine = self._engine
+        assert engine is not None
+        if self._layer is not None:  # the graph is a part of this one
+            return engine
+        if not engine.divides_layers:  # see `begin`
+            name = layer_of(name)
+        if name and name not in self._in_graph:
+            self._in_graph[name] = None
+            self.num_calls += 1
+            engine.begin_layer()
+        if self._in_graph:
+            wanted = name or name_after(next(reversed(self._in_graph)))
+            scope = engine.scope
+            if scope.layer != wanted:
+                scope = self._enter(engine, wanted)
+            if self._profiler is not None:
+                self._profiler.reach_layer(scope, is_layer=bool(name))
+        return engine
+
+    def note_sizes(self, inputs: Sequence[torch.Tensor]) -> None:
+        """What goes into a model some of whose layers are in compiled graphs."""
+        if self._profiler is not None:
+            self._profiler.note_sizes(inputs)
+
+    def use_in_graph(self, scope: Scope) -> None:
+        """The backward of a compiled graph uses what was saved at a place."""
+        if self._profiler is not None:
+            self._profiler.reach_backward(scope)
+
     def _noted(
         self, layer: torch.nn.Module, args: Any, kwargs: dict[str, Any], *, copies: bool
     ) -> ArgumentSnapshot:
@@ -213,7 +256,7 @@ class LayerCalls:
         self._contexts.enter_context(engine.within(scope))
         return scope
 
-    def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In place of a layer's forward: saves its inputs only and runs again in backward."""
         if self._layer is None or not self._recomputes:
             return forward(*args, **kwargs)

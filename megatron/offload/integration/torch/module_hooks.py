@@ -9,6 +9,10 @@ the SystemExit of a thread. What a pass has put onto its thread, autograd's hook
 would then stay there. So modules that are hooked outside of graphs are called through
 `_Call`, in the attribute that `Module.compile` uses; what is there already stays in place within
 it.
+
+Note [Layers that are graphs]
+A graph leaves the hooks of a layer out, also where the graph is that layer (`Module.compile`). Such
+a layer is called through `_CallOfGraph`, in the same attribute.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ class ModuleHooks:
 
     def __init__(self) -> None:
         self._handles: list[torch.utils.hooks.RemovableHandle | _Call] = []
+        self._of_graphs: list[_CallOfGraph] = []
 
     def add(
         self,
@@ -74,8 +79,31 @@ class ModuleHooks:
 
         self._handles.append(module.register_forward_pre_hook(OutsideOfGraphs(before)))
 
+    def add_of_graph(
+        self,
+        module: torch.nn.Module,
+        begin: Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], None],
+        run: Callable[..., Any],
+        end: Callable[[torch.nn.Module, Any], None],
+    ) -> None:
+        """Calls functions around a module where it is a graph of its own; see `connect`.
+
+        Args:
+            run: gets what calls the graph, and its arguments.
+            module, begin, end: see `add`.
+        """
+        self._of_graphs.append(_CallOfGraph(module, begin, run, end))
+
+    def connect(self) -> None:
+        """Before a pass, outside of graphs: modules may have been compiled since the last one."""
+        for call in self._of_graphs:
+            if is_compiled(call.module) and call not in self._handles:
+                call.connect()
+                self._handles.append(call)
+
     def remove(self) -> None:
         """Takes all of them off, the last one first."""
+        self._of_graphs.clear()
         while self._handles:
             self._handles.pop().remove()
 
@@ -95,27 +123,27 @@ class _Call:
     """
 
     def __init__(self, module: Any, end: Callable[[torch.nn.Module, Any], None]) -> None:
-        self._module = module
+        self.module = module
         self._end = end
         self._inner: Any = None  # what the module was called through before
 
     def connect(self) -> None:
         """Makes torch call the module through this, if it does not already."""
-        outer: Any = vars(self._module).get(_CALL)
+        outer: Any = vars(self.module).get(_CALL)
         call = outer
         while isinstance(call, _Call):
             if call is self:
                 return
             call = call._inner
         self._inner = outer
-        put(self._module, _CALL, self)
+        put(self.module, _CALL, self)
 
     def remove(self) -> None:
         """Calls nothing more."""
         self._end = do_nothing
-        outer: Any = vars(self._module).get(_CALL)
+        outer: Any = vars(self.module).get(_CALL)
         if outer is self:
-            put(self._module, _CALL, self._inner)
+            put(self.module, _CALL, self._inner)
         while isinstance(outer, _Call):
             if outer._inner is self:
                 outer._inner = self._inner
@@ -124,9 +152,44 @@ class _Call:
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return (self._inner or self._module._call_impl)(*args, **kwargs)
+            return (self._inner or self.module._call_impl)(*args, **kwargs)
         except Exception:
             raise
         except BaseException:
-            self._end(self._module, None)
+            self._end(self.module, None)
             raise
+
+
+class _CallOfGraph(_Call):
+    """The call of a module that is a graph of its own: Note [Layers that are graphs]."""
+
+    def __init__(
+        self,
+        module: Any,
+        begin: Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], None],
+        run: Callable[..., Any],
+        end: Callable[[torch.nn.Module, Any], None],
+    ) -> None:
+        super().__init__(module, end)
+        self._begin = begin
+        self._run = run
+
+    def remove(self) -> None:
+        """Calls nothing more."""
+        self._begin, self._run = do_nothing, _run
+        super().remove()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # within a larger graph
+            return self._inner(*args, **kwargs)
+        result = None
+        self._begin(self.module, args, kwargs)
+        try:
+            result = self._run(self._inner, *args, **kwargs)
+        finally:
+            self._end(self.module, result)
+        return result
+
+
+def _run(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return call(*args, **kwargs)

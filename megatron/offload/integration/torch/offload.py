@@ -283,6 +283,7 @@ class ActivationOffload:
             )
         for layer in layers:
             self._hooks.add(layer, self._calls.begin, self._calls.end, outside_of_graphs=False)
+            self._hooks.add_of_graph(layer, self._calls.begin, self._calls.run, self._calls.end)
         self._watch_sharded()
 
     def _watch_sharded(self) -> None:
@@ -323,18 +324,21 @@ class ActivationOffload:
     def _planned(self, device: torch.device) -> tuple[RankConsensus, Stage]:
         """What the planner has to know."""
         layers = [(self._units.get(layer, 0), name) for layer, name in self._names.items()]
-        if not self._units:
-            return planned_stage(layers, device)
-        position = layer_major_position(self._units.values(), alternates=self._alternates)
-        return planned_stage(layers, device, position)
+        if self._units:
+            position = layer_major_position(self._units.values(), alternates=self._alternates)
+            return planned_stage(layers, device, position)
+        why_not = "layers inside of compiled graphs" if self._inside_graphs else ""
+        return planned_stage(layers, device, why_not_recomputed=why_not)
 
     @contextlib.contextmanager
-    def _around_forward(self, engine: OffloadEngine) -> Iterator[None]:
+    def _around_forward(self, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
+        self._hooks.connect()
         graphs: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._inside_graphs:
             from megatron.offload.integration.torch.compiled_graphs import moving_in_graphs
 
-            graphs = moving_in_graphs(engine, self._names.values(), self._config.min_bytes)
+            graphs = moving_in_graphs(self._calls, self._names.values(), self._config.min_bytes)
+            self._calls.note_sizes(inputs)
         with self._calls.forward(), graphs:
             yield
 
@@ -343,8 +347,9 @@ class ActivationOffload:
         if self._config.plans and self._num_steps and not self._calls.num_calls:
             raise ConfigurationError(
                 f"none of the {len(self.layers)} layers was called in the first step, and auto "
-                "decides layer by layer; with torch.compile, compile the layers instead of the "
-                "model; else name the layers with layers=, or use mode='ssd' or 'host'"
+                "decides layer by layer; with torch.compile, give inside_graphs=True (PyTorch 2.11 "
+                "or newer) or compile the layers instead of the model (layer.compile()); else name "
+                "the layers with layers=, or use mode='ssd' or 'host'"
             )
         self._watch_sharded()
         gathered = (one for module in self._watched for one in unsharded_tensors(module))

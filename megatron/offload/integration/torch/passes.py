@@ -104,7 +104,7 @@ class Passes:
         find_device: of a pass with these inputs; None: what it saves first shows it.
         min_bytes: of what can show it on a CPU.
         around_step: gives a context around each step, within which its passes are.
-        around_forward: and one around each forward pass. Gets the engine.
+        around_forward: and one around each forward pass. Gets the tensors that go into it.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Passes:
         find_device: Callable[[Iterable[torch.Tensor]], torch.device | None],
         min_bytes: int,
         around_step: Callable[[TrainingSteps], contextlib.AbstractContextManager[None]],
-        around_forward: Callable[[OffloadEngine], contextlib.AbstractContextManager[None]],
+        around_forward: Callable[[Sequence[torch.Tensor]], contextlib.AbstractContextManager[None]],
     ) -> None:
         self._open_steps = open_steps
         self._find_device = find_device
@@ -207,7 +207,7 @@ class Passes:
                 enter(steps.profiler.forward(0, forward.number))
             scope = Scope(micro_batch=forward.number, is_scheduled=False)
             forward.save_order = enter(steps.engine.forward(scope))
-            enter(self._around_forward(steps.engine))
+            enter(self._around_forward(inputs))
             self._passes.append(forward)
             self._forward = forward
             _of_thread.forward = weakref.ref(forward)

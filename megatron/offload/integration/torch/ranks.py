@@ -31,6 +31,8 @@ def planned_stage(
     layers: Sequence[tuple[int, str]],
     device: torch.device,
     position: PipelinePosition = _ONE_BY_ONE,
+    *,
+    why_not_recomputed: str = "",
 ) -> tuple[RankConsensus, Stage]:
     """What the planner has to know: who plans together, and the layers.
 
@@ -41,10 +43,12 @@ def planned_stage(
         layers: their units (0 where a step runs one micro-batch after the other) and names.
         device: where the process group's backend takes tensors.
         position: says in which order a step runs.
+        why_not_recomputed: see `Stage`.
     """
     stage = Stage(
         position,
         layers,
+        why_not_recomputed,
         speaks=rank() == 0,
         num_local_ranks=local_world_size(),
         hands_over="operation",

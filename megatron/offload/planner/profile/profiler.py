@@ -16,6 +16,7 @@ takes as long as it would if nothing had to be waited for.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -72,6 +73,8 @@ class Profiler:
         self._knows_head = False
         self._passes: dict[tuple[int, int], PassTimings] | None = None  # of a step that is measured
         self._forward: PassTimings | None = None
+        self._backward: PassTimings | None = None
+        self._reached: set[str] = set()  # layers, by the backward of compiled graphs
         self._layer: LayerTimings | None = None
         self._stayed: set[int] = set()  # storages of this pass that stay
         # Of the layer under way, what its selective operations would spare: storage and bytes.
@@ -92,7 +95,7 @@ class Profiler:
         passes, self._passes = self._passes or {}, None
         self._spared.clear()
         self._replayed.clear()
-        self._forward = self._layer = None
+        self._forward = self._backward = self._layer = None
         if self._with_head is not None:  # given up in the middle
             self._leave_head()
         self._knows_head &= well
@@ -126,12 +129,13 @@ class Profiler:
         self._stayed.clear()
         try:
             yield
+            self._end_reached()
             timings.ended = self.now()
             if self._head is not None and self._with_head is timings:
                 saved = timings.behind_layers
                 self._head.end(saved.movable_bytes + saved.resident_bytes)
         finally:
-            self._forward = None
+            self._forward = self._layer = None
 
     @contextlib.contextmanager
     def backward(self, chunk: int, micro_batch: int) -> Iterator[None]:
@@ -144,7 +148,11 @@ class Profiler:
         timings.backward_began = self.now()
         if self._head is not None and self._with_head is timings:
             self._head.begin()
+        self._backward = timings
+        self._reached.clear()
         yield
+        self._divide_backward()
+        self._backward = None
         timings.backward_ended = self.now()
 
     def _note_order(self, one: Pass) -> None:
@@ -153,17 +161,22 @@ class Profiler:
 
     # -- Layers ---------------------------------------------------------------------------------
 
-    def begin_layer(
-        self, scope: Scope, inputs: Sequence[torch.Tensor], *, recomputes: bool
-    ) -> LayerTimings | None:
-        """A layer's forward begins; None: this pass is not measured, its sizes are noted."""
+    def note_sizes(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Notes the sizes of a micro-batch: the first two of what goes into a layer, or a model."""
         if inputs and inputs[0].dim() >= 2:
             sequence_length, micro_batch_size = inputs[0].shape[:2]
             if sequence_length * micro_batch_size > tokens_of(self.sizes):
                 self.sizes["sequence_length"] = sequence_length
                 self.sizes["micro_batch_size"] = micro_batch_size
+
+    def begin_layer(
+        self, scope: Scope, inputs: Sequence[torch.Tensor], *, recomputes: bool
+    ) -> LayerTimings | None:
+        """A layer's forward begins; None: this pass is not measured, its sizes are noted."""
+        self.note_sizes(inputs)
         if self._forward is None:
             return None
+        self._end_reached()
         wanting = [tensor for tensor in inputs if tensor.requires_grad]
         timings = LayerTimings(
             name=scope.layer,
@@ -182,6 +195,54 @@ class Profiler:
         self._layer = timings
         self._spared.clear()
         return timings
+
+    def reach_layer(self, scope: Scope, *, is_layer: bool) -> None:
+        """A compiled graph is about to save what belongs to a layer, or to none.
+
+        Calls of layers are not seen there: a layer begins with the first tensor that it saves, and
+        ends with the first one of what comes after it.
+        """
+        if self._forward is None:
+            return
+        layers = self._forward.layers
+        own = next((one for one in layers if one.name == scope.layer), None)
+        if own is None:
+            self._end_reached()
+        if own is None and is_layer:
+            own = LayerTimings(scope.layer, self.now(), 0, 0, can_be_recomputed=False)
+            layers.append(own)
+        elif own is not None and own is layers[-1]:
+            own.ended = None  # something else was moved ahead of what it saves last
+        self._layer = own
+
+    def reach_backward(self, scope: Scope) -> None:
+        """The backward of a compiled graph is about to use what was saved at a place."""
+        if self._backward is None:
+            return
+        own = next((one for one in self._backward.layers if one.name == scope.layer), None)
+        if own is not None:
+            own.backward_ended = self.now()
+            if own.backward_began is None:
+                own.backward_began = own.backward_ended
+                self._reached.add(own.name)
+
+    def _divide_backward(self) -> None:
+        """The backward of each layer in compiled graphs begins where that of the next one ends.
+
+        Not with the first tensor that it uses: what a layer makes for all is used before.
+        """
+        assert self._backward is not None
+        layers = [one for one in self._backward.layers if one.name in self._reached]
+        for earlier, later in itertools.pairwise(layers):
+            earlier.backward_began = later.backward_ended
+        for first in layers[:1]:
+            first.backward_ended = None  # with that of the pass
+
+    def _end_reached(self) -> None:
+        """What follows does not belong to the layer that a compiled graph has saved for."""
+        assert self._forward is not None
+        if self._forward.layers and self._forward.layers[-1].ended is None:
+            self._forward.layers[-1].ended = self.now()
 
     def reach_middle(self, middle: torch.Tensor) -> None:
         """The layer's attention is done. Call it after its activations were captured."""
