@@ -105,11 +105,12 @@ def test_calls_of_one_layer_have_places_of_their_own(tmp_path: Path) -> None:
         torch.compiler.reset()
         found = trained(tmp_path, kind=Twice, mode="auto", plan_file=file)
         moved.append(found[1][0]["offloaded_bytes"])
+    assert min(moved) > 0
     torch.compiler.reset()
     assert_same(found, trained(None, kind=Twice))
     torch.compiler.reset()
     every = trained(tmp_path, kind=Twice, offload_layers="0")[1][0]["offloaded_bytes"]
-    assert min(moved) > 0 and sum(moved) == every
+    assert sum(moved) == every
 
 
 def test_a_plan_that_recomputes_is_refused(tmp_path: Path) -> None:

@@ -369,6 +369,17 @@ def test_a_codec_is_refused(tmp_path: Path) -> None:
         offload_activations(Stack(), tmp_path, inside_graphs=True, codec="int8")
 
 
+def test_compiled_autograd_is_refused(tmp_path: Path) -> None:
+    model = Stack().eval()
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    backward = torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager"))
+    with offload_activations(model, tmp_path, min_bytes=1024, inside_graphs=True):
+        with backward, pytest.raises(ConfigurationError, match="compiled autograd cannot trace"):
+            compiled(batch(0))
+        compiled(batch(0)).backward()
+    assert all(one.grad is not None for one in model.parameters())
+
+
 @pytest.mark.parametrize("lacks_parts", [False, True])
 def test_another_pytorch_is_refused(
     lacks_parts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -35,6 +35,7 @@ from megatron.offload.activations.engine import OffloadEngine
 from megatron.offload.activations.saved.save_order import SaveOrder
 from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.device.cuda import is_captured
+from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.torch.compute_device import FirstSaved
 from megatron.offload.integration.training_steps import TrainingSteps
 from megatron.offload.layer_major.pausable_call import running_call
@@ -143,6 +144,12 @@ class Passes:
         if not torch.is_grad_enabled():
             self._pause()
             return
+        if _compiles_backward():
+            raise ConfigurationError(
+                "compiled autograd cannot trace what tells when backward begins and ends; turn it "
+                "off (torch._dynamo.config.compiled_autograd), and give inside_graphs=True for a "
+                "compiled model"
+            )
         if _in_transform() and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -416,6 +423,11 @@ def can_hook() -> bool:
         return False
     autograd: Any = torch._C._autograd
     return bool(autograd._saved_tensors_hooks_is_enabled())
+
+
+def _compiles_backward() -> bool:
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    return getattr(compiled_autograd, "compiled_autograd_enabled", False)
 
 
 def _in_transform() -> bool:
