@@ -18,7 +18,7 @@
 # /nvme             a directory on a local NVMe drive, with a file system that has O_DIRECT (ext4, xfs);
 #                   the container's own file system is none. It must be writable for user 10001 (chown)
 #                   or the container be run with --user. Several drives: a volume for each
-# GPUDirect Storage (--build-arg EXTRAS=dev,gds and --activation-offload-io gds): where it needs NVIDIA's
+# GPUDirect Storage (--build-arg EXTRAS=test,gds and --activation-offload-io gds): where it needs NVIDIA's
 #                   kernel module nvidia-fs, -e NVIDIA_GDS=enabled has the container toolkit pass its
 #                   devices in. `megatron-offload doctor` says whether it works
 # io_uring          is forbidden by Docker's default seccomp profile, and this package does not use it.
@@ -31,8 +31,10 @@ WORKDIR /srv/megatron-offload
 COPY . .
 
 # An environment of its own over the image's packages, none of which is replaced. pip is the image's.
+# The extra `test` brings what the trainer, the commands and the tests at the end need, and none of the
+# tools that check sources; for `--dataloader-type dali` give --build-arg EXTRAS=test,dali.
 # Versions are those of tools/constraints.txt, but torch and numpy those that the image was built with.
-ARG EXTRAS=dev
+ARG EXTRAS=test
 ENV PATH=/opt/megatron-offload/bin:$PATH
 # hadolint ignore=DL3013 # PIP_CONSTRAINT has the version of setuptools, as of everything else
 RUN python3 -m venv --without-pip --system-site-packages /opt/megatron-offload \

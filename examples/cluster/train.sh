@@ -132,12 +132,13 @@ export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 # shellcheck source=tools/bootstrap.sh
 source "$ROOT/tools/bootstrap.sh"
 expandable_segments
-bootstrap
-if ((print)); then
-    printf '%q ' "$PYTHON" "${launch[@]}" "${trainer[@]}" "${flags[@]}" "$@"
+if ((print)); then # of a machine that need not have the environment
+    printf '%q ' "${MEGATRON_OFFLOAD_PYTHON:-$ROOT/.venv/bin/python}" \
+        "${launch[@]}" "${trainer[@]}" "${flags[@]}" "$@"
     printf '\n'
     exit 0
 fi
+bootstrap
 [[ -r "${trainer[-1]}" ]] || fail "there is no ${trainer[-1]}"
 if [[ -n "${OFFLOAD_DIR:-}" ]]; then
     IFS=, read -r -a directories <<<"$OFFLOAD_DIR"

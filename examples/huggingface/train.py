@@ -3,6 +3,7 @@
 
     examples/huggingface/train.sh                        # installs what is missing
     examples/huggingface/train.sh --lora --steps 40
+    examples/huggingface/train.sh --everything           # optimizer states and parameters too
     examples/huggingface/train.sh --mode auto --budget 100MiB --steps 30
 
 What is ours is one line: `callbacks=[OffloadCallback(...)]`.
@@ -57,6 +58,9 @@ def main() -> None:
     parser.add_argument("--lora", action="store_true", help="train adapters only")
     parser.add_argument("--directory", type=Path, default=ROOT / "runs/offload", help="on an SSD")
     parser.add_argument("--mode", default="ssd", help="off, ssd, host, tiered or auto")
+    parser.add_argument(
+        "--everything", action="store_true", help="optimizer states and parameters move too"
+    )
     parser.add_argument("--budget", help="of auto: the most memory of activations")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -66,6 +70,8 @@ def main() -> None:
     rows = [{"input_ids": row, "labels": row} for row in rows_of_text(4096, args.tokens)]
     args.directory.mkdir(parents=True, exist_ok=True)
     settings = {"memory_budget_bytes": args.budget} if args.budget else {}
+    if args.everything:
+        settings |= {"optimizer_states": True, "parameters": True}
     trainer = Trainer(
         make_model(args),
         TrainingArguments(

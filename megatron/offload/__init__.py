@@ -12,6 +12,8 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
+from megatron.offload.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from megatron.offload.activations.engine import OffloadEngine
     from megatron.offload.activations.placement.policy import Placement, Policy
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from megatron.offload.errors import (
         ChangedInPlaceError,
         ConfigurationError,
+        InterruptedStepError,
+        LostStateError,
         OffloadError,
         StorageError,
     )
@@ -30,12 +34,12 @@ if TYPE_CHECKING:
     from megatron.offload.integration.torch.optimizer import offload_optimizer
     from megatron.offload.integration.torch.parameter_offload import offload_parameters
 
-__version__ = "0.1.0"
-
 __all__ = [
     "ChangedInPlaceError",
     "ConfigurationError",
+    "InterruptedStepError",
     "LayerMajor",
+    "LostStateError",
     "OffloadCallback",
     "OffloadConfig",
     "OffloadEngine",
@@ -49,13 +53,16 @@ __all__ = [
     "offload_optimizer",
     "offload_parameters",
 ]
-if importlib.util.find_spec("transformers") is None:
+# Type checkers read every change of `__all__`, whatever it depends on.
+if not TYPE_CHECKING and importlib.util.find_spec("transformers") is None:
     __all__.remove("OffloadCallback")  # `import *` would ask for it; alone it names what is missing
 
 _FILES = {
     "ChangedInPlaceError": "errors",
     "ConfigurationError": "errors",
+    "InterruptedStepError": "errors",
     "LayerMajor": "integration.torch.layer_major",
+    "LostStateError": "errors",
     "OffloadCallback": "integration.huggingface.callback",
     "OffloadConfig": "config",
     "OffloadEngine": "activations.engine",

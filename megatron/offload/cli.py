@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `megatron-offload`. Each subcommand reads its flags and calls one function.
 
-megatron-offload doctor [--activation-offload-dir DIR ...] [--json]
+megatron-offload doctor [--activation-offload-dir DIR ...] [--json] [-- torchrun ... SCRIPT FLAGS]
 megatron-offload plan (--profile FILE | --hardware GPU --num-layers N ...) [--output PLAN.json]
+megatron-offload plan --hardware GPU -- torchrun ... SCRIPT FLAGS
 megatron-offload rok [--micro-batch-sizes N,...] [--budgets N] [--check]
 megatron-offload longest --device-memory-budget SIZE [--check] --script FILE --script-args TEXT
 megatron-offload tune [--tokens-per-step MIN-MAX] [--check] -- SCRIPT FLAGS
@@ -26,6 +27,7 @@ from typing import Any
 
 from megatron.offload.commands.bench import arguments as benchmark
 from megatron.offload.commands.doctor.examine import examine
+from megatron.offload.commands.launch_command import LaunchCommand
 from megatron.offload.commands.longest import arguments as lengths
 from megatron.offload.commands.memory.command import explain_memory
 from megatron.offload.commands.plan import arguments as planning
@@ -34,11 +36,12 @@ from megatron.offload.commands.rok import arguments as curve
 from megatron.offload.commands.training_runs.run import RunError
 from megatron.offload.commands.training_runs.script import add_script_arguments, flags_of_script
 from megatron.offload.commands.tune import arguments as tuning
-from megatron.offload.config import OffloadConfig
-from megatron.offload.errors import ConfigurationError
+from megatron.offload.errors import PREFIX, ConfigurationError
+from megatron.offload.integration.megatron.arguments import add_offload_arguments
 from megatron.offload.integration.megatron.versions import SUPPORTED_VERSIONS
+from megatron.offload.packages import check_packages
 from megatron.offload.planner.libraries import check_libraries
-from megatron.offload.states.config import StatesConfig
+from megatron.offload.version import __version__
 
 # Commands whose flags are in a file of their own, and what the help says of them.
 _WITH_FLAGS: dict[str, tuple[Any, str]] = {
@@ -66,6 +69,18 @@ _WITH_FLAGS: dict[str, tuple[Any, str]] = {
 }
 
 
+class _CommandParser(argparse.ArgumentParser):
+    """A subcommand's parser, which speaks for itself: argparse has unknown flags refused with the
+    usage of the program."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """See argparse; nothing is left over."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand; the exit code (2: bad input, said in one sentence)."""
     parser = argparse.ArgumentParser(
@@ -73,12 +88,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Activation offload for Megatron. Training is started by your own script or "
         "examples/pretrain_gpt.sh; this command checks and plans before, and shows what runs did.",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_CommandParser)
     doctor = commands.add_parser(
         "doctor",
         help="whether the flags can work on this machine: disks, memory, GPU, versions",
+        usage="%(prog)s [-h] [--json] [--no-bandwidth] [--script FILE [--script-args TEXT]] "
+        "[OFFLOAD FLAGS] [-- LAUNCH COMMAND]",
         description="Checks this machine and says what to do where something is missing. Takes "
-        "the flags that a trainer takes. Exit code 1: they cannot work.",
+        "the flags that a trainer takes, or after -- the whole command that starts it, of which "
+        "nothing is run. Exit code 1: they cannot work.",
     )
     doctor.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
     doctor.add_argument(
@@ -86,9 +105,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="do not measure the drives, which takes up to 10 seconds for each directory",
     )
+    _add_launch_command(doctor)
     add_script_arguments(doctor)
-    OffloadConfig.add_arguments(doctor)
-    StatesConfig.add_arguments(doctor)
+    add_offload_arguments(doctor)
     for name, (its_flags, purpose) in _WITH_FLAGS.items():
         command = commands.add_parser(
             name,
@@ -97,6 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         its_flags.add_arguments(command)
+        if name == "plan":
+            _add_launch_command(command)
     report = commands.add_parser(
         "report",
         help="table of runs: losses, step time, peak memory, bytes moved; what a peak is made of",
@@ -119,6 +140,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--picture", type=Path, metavar="PNG", help="with --memory: draw the step of that peak"
     )
     args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return 2
     if args.command == "report":
         given = (bool(args.metrics), args.script is not None, args.memory is not None)
         if sum(given) != 1:
@@ -135,7 +159,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except (ConfigurationError, RunError) as error:
-        print(f"megatron-offload: error: {error}", file=sys.stderr)
+        sentence = str(error).removeprefix(PREFIX)
+        print(f"megatron-offload: error: {sentence}", file=sys.stderr)
         return 2
     except OSError as error:
         what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
@@ -164,6 +189,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
 
         return run_longest(args)
     if args.command == "tune":
+        check_packages("megatron-offload tune", "tqdm")
         from megatron.offload.commands.tune.command import run as run_tune
 
         return run_tune(args, typed)
@@ -183,13 +209,26 @@ def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
     return 0
 
 
+def _add_launch_command(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "launch",
+        nargs="*",
+        metavar="LAUNCH COMMAND",
+        help="after --: the command that starts the training, torchrun and all, or its flags",
+    )
+
+
 def _doctor(args: argparse.Namespace) -> int:
     """Exit code 0: the flags can work; 1: they cannot."""
+    ours = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    add_offload_arguments(ours)
+    others = LaunchCommand.of(args.launch).read(ours, args)
     found = examine(
         args,
         supported_megatron=SUPPORTED_VERSIONS,
         measures_bandwidth=not args.no_bandwidth,
         needs_megatron=args.script is None,
+        not_looked_at=others,
     )
     if args.json:
         print(found.as_json())

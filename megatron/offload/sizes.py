@@ -15,6 +15,11 @@ MOST_BYTES = 2**63 - 1  # that a file's offset can say
 _UNITS = {
     "": 1,
     "b": 1,
+    "k": KIB,  # as Slurm, Docker and du read them
+    "m": MIB,
+    "g": GIB,
+    "t": TIB,
+    "p": PIB,
     "kb": 10**3,
     "mb": 10**6,
     "gb": 10**9,
@@ -30,7 +35,9 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
 
 
 def parse_size(value: object) -> int:
-    """Bytes from `1048576`, `512MiB`, `1.5GB` (binary and decimal units, case ignored).
+    """Bytes from `1048576`, `512MiB`, `1.5GB`, `12G` (case ignored).
+
+    `GiB` and `G` are binary, as they are to Slurm and Docker; `GB` is decimal, as on drives.
 
     Raises:
         ConfigurationError: the value is not a size.

@@ -187,7 +187,10 @@ def test_checksums_need_their_package(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "xxhash", None)
     with pytest.raises(ConfigurationError) as raised:
         offload_optimizer(torch.optim.AdamW(large_params()), tmp_path)
-    assert str(raised.value).startswith("optimizer states: mode needs the package xxhash; pip ")
+    assert str(raised.value) == (
+        "optimizer states: a checksum of all that is written, which is the only copy, needs "
+        "xxhash, which is not installed; pip install xxhash"
+    )
 
 
 # -- Writes that fail -----------------------------------------------------------------------------

@@ -359,7 +359,7 @@ def test_the_trainer_compiles_and_trains_the_same(tmp_path: Path) -> None:
     alone, _ = run()
     found, history = run(OffloadCallback(tmp_path, min_bytes=1024, inside_graphs=True))
     assert torch.equal(found, alone)
-    moved = [line["offload/offloaded_bytes"] for line in history if "loss" in line]
+    moved = [line["offload/offloaded_gib"] for line in history if "loss" in line]
     assert len(moved) == 4 and all(moved)
     assert not compiled_graphs._saved
 

@@ -3,13 +3,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron.offload import ConfigurationError, offload
+from megatron.offload import (
+    ConfigurationError,
+    LayerMajor,
+    offload,
+    offload_activations,
+    offload_parameters,
+)
 from tests.support.layer_major import one_by_one
 from tests.support.training import Stack
 
@@ -139,3 +146,33 @@ def test_all_is_closed_though_one_fails(tmp_path: Path, monkeypatch: pytest.Monk
     close()
     assert not list(tmp_path.iterdir())
     assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda model, _: offload_activations(model.optimizer), "AdamW is no torch.nn.Module"),
+        (lambda model, _: offload_activations(None), "NoneType is no torch.nn.Module"),
+        (lambda model, _: offload_activations([model, 5]), "int is no torch.nn.Module"),
+        (lambda model, at: offload_parameters(None, at), "NoneType is no torch.nn.Module"),
+        (lambda model, _: LayerMajor(model.optimizer), "AdamW is no torch.nn.Module"),
+        (
+            lambda model, at: offload_parameters(model, at, units=100),
+            f"layer-major steps: units 100: the model has {LAYERS} layers that can be divided; "
+            f"give a number from 1 to {LAYERS}",
+        ),
+        (lambda model, _: LayerMajor(model, 100), "layer-major steps: units 100: the model has"),
+        (
+            lambda model, at: offload_parameters(torch.nn.Linear(2, 2), at),
+            "parameters: the model has no layers that repeat; name them with layers=",
+        ),
+    ],
+)
+def test_a_wrong_argument_is_named_as_the_caller_gave_it(
+    call: Callable[[Any, Path], object], says: str, tmp_path: Path
+) -> None:
+    model, optimizer = made()
+    model.optimizer = optimizer  # type: ignore[assignment]
+    with pytest.raises(ConfigurationError) as error:
+        call(model, tmp_path)
+    assert says in str(error.value) and "--" not in str(error.value)

@@ -115,6 +115,16 @@ def test_a_script_without_the_door_is_refused(
     assert cli.main(["doctor", "--script", str(script)]) == 2
     error = capsys.readouterr().err
     assert "exit code 0 and did not call offload_activations" in error and "hello" in error
+    assert cli.main(["report", "--script", str(script)]) == 2
+    assert "other.py ended and did not call offload_activations" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["doctor", "report", "rok"])
+def test_a_script_that_is_not_there_is_named(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([command, "--script", "nope.py"]) == 2
+    assert capsys.readouterr().err == "megatron-offload: error: there is no script nope.py\n"
 
 
 @pytest.mark.parametrize("command", [["report"], ["report", "a.jsonl", "--script", "b.py"]])

@@ -12,6 +12,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 import warnings
@@ -60,6 +61,23 @@ def command_of(settings: Path, *flags: str, **environment: str) -> tuple[str, ..
     outcome = run(TRAIN, "--print", settings, *flags, **environment)
     assert outcome.returncode == 0, outcome.stderr
     return tuple(shlex.split(outcome.stdout))
+
+
+def test_a_command_is_shown_without_an_environment(tmp_path: Path) -> None:
+    """On a machine with neither: nothing is installed, and nothing is looked for."""
+    for name in ("examples/cluster/train.sh", "examples/gpt/345m.sh", "tools/bootstrap.sh"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    outcome = run(
+        tmp_path / "examples/cluster/train.sh",
+        "--print",
+        tmp_path / "examples/gpt/345m.sh",
+        MEGATRON_OFFLOAD_PYTHON="",
+        PYTHON="/no/such/python",
+    )
+    assert outcome.returncode == 0, outcome.stderr
+    assert outcome.stdout.startswith(f"{tmp_path}/.venv/bin/python -m torch.distributed.run ")
+    assert not (tmp_path / ".venv").exists()
 
 
 def times_the_nodes(settings: Path, times: int) -> dict[str, str]:

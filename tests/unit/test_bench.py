@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import pytest
 import torch
 
 from megatron.offload import cli
-from megatron.offload.commands import drawing
 from megatron.offload.commands.bench import command, fio
 from megatron.offload.commands.bench.fio import Fio, FioError, fio_environment, parse_sample
 from megatron.offload.commands.bench.point import (
@@ -272,7 +272,7 @@ def test_it_starts_again_with_the_allocator_once(monkeypatch: pytest.MonkeyPatch
 def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(drawing.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert bench(tmp_path, "--plot", str(tmp_path / "out.png")) == 2
     assert "--plot needs matplotlib, which is not installed" in capsys.readouterr().err
     assert not (tmp_path / "out.json").exists()

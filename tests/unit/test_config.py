@@ -22,6 +22,8 @@ from megatron.offload.sizes import format_size, parse_budget, parse_rate, parse_
         ("512MiB", 512 << 20),
         ("1.5 GB", 1_500_000_000),
         ("2kib", 2048),
+        ("12G", 12 << 30),  # Slurm's and Docker's
+        ("64k", 64 << 10),
     ],
 )
 def test_sizes(text, num_bytes):

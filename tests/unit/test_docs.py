@@ -27,8 +27,8 @@ import torch
 from torch.distributed.run import get_args_parser
 from trainer.arguments import parse_arguments
 from trainer.experts import add_arguments as add_expert_arguments
+from write_flags import KEYWORDS, flags_page, keywords_file
 from write_flags import PAGE as FLAGS_PAGE
-from write_flags import flags_page
 from write_refusals import PAGE as REFUSALS_PAGE
 from write_refusals import refusals_page
 from write_replay import PAGE as REPLAY_PAGE
@@ -451,6 +451,10 @@ def test_the_engines_example_runs() -> None:
 
 def test_the_flags_page_is_up_to_date() -> None:
     assert FLAGS_PAGE.read_text() == flags_page(), "run tools/write_flags.py"
+
+
+def test_the_keywords_are_up_to_date() -> None:
+    assert KEYWORDS.read_text() == keywords_file(), "run tools/write_flags.py"
 
 
 def test_the_page_of_refusals_is_up_to_date() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import megatron.offload
 from megatron.offload import cli
 from megatron.offload.commands.doctor import directory as directory_part
 from megatron.offload.commands.doctor.check import Check, Diagnosis, Section, Status
@@ -60,6 +61,8 @@ def diagnose(capsys):
         code = cli.main(["doctor", "--json", "--no-bandwidth", *map(str, flags)])
         document = json.loads(capsys.readouterr().out)
         assert document["works"] == (code == 0)
+        assert document["format"] == 1 and document["version"] == megatron.offload.__version__
+        assert document["host"] and document["time"].endswith("+00:00")
         for check in document["checks"]:
             assert check["advice"] or check["status"] in ("ok", "info"), check
         return code, {check["name"]: check for check in document["checks"]}
@@ -450,3 +453,52 @@ def test_a_steps_time_on_the_drive_is_said(capsys, tmp_path, monkeypatch):
     checks = {one["name"]: one for one in json.loads(capsys.readouterr().out)["checks"]}
     assert "1.00 GB/s written, 2.00 GB/s read" in checks["state rate"]["value"]
     assert "takes 18 s here" in checks["state rate"]["value"]
+
+
+# -- All flags of a run ---------------------------------------------------------------------------
+
+
+def test_a_whole_launch_command_is_taken(diagnose, on_a_disk, tmp_path):
+    code, checks = diagnose(
+        "--", "torchrun", "--nproc-per-node", 8, "-m", "megatron.offload.launch", "pretrain_gpt.py",
+        "--tensor-model-parallel-size", 2, "--lr=1e-4", "--activation-offload", "ssd",
+        "--activation-offload-dir", tmp_path,
+    )  # fmt: skip
+    assert code == 0
+    assert checks["flags"]["facts"] == {"mode": "ssd", "directories": [str(tmp_path)]}
+    assert checks["not looked at"]["value"] == "--tensor-model-parallel-size, --lr"
+
+
+def test_streaming_flags_are_taken(diagnose, on_a_disk, tmp_path):
+    flags = ("--parameter-offload", "ssd", "--layer-major-units", 4)
+    code, checks = diagnose(*flags, "--activation-offload-dir", tmp_path)
+    assert code == 0 and "ssd" in checks["parameters"]["value"]
+    assert checks["layer-major steps"]["value"] == "4 units"
+    code, checks = diagnose(*flags, "--parameter-offload-dir", tmp_path / "none")
+    assert code == 1 and checks["parameters"]["status"] == "problem"
+    assert "none" in checks["parameters"]["value"]
+    code, checks = diagnose("--gradient-offload", "on")
+    assert code == 1 and "needs a place for gradients" in checks["parameters"]["value"]
+
+
+def test_a_flag_that_is_written_wrong_is_not_passed_over(capsys):
+    assert cli.main(["doctor", "--", "x.py", "--optimizer-state-offlod", "ssd"]) == 2
+    assert "did you mean --optimizer-state-offload?" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as left:
+        cli.main(["doctor", "--activation-offlod", "ssd"])
+    assert left.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("usage: megatron-offload doctor ") and len(said.splitlines()) < 6
+
+
+def test_the_program_alone_shows_its_commands(capsys):
+    assert cli.main([]) == 2
+    said = capsys.readouterr().err
+    assert all(f"    {name} " in said for name in ("doctor", "plan", "rok", "tune", "report"))
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"megatron-offload {megatron.offload.__version__}\n"

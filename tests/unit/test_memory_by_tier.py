@@ -139,6 +139,20 @@ def test_what_no_tier_has_room_for_stays_on_the_device() -> None:
     states.close()
 
 
+def test_the_summary_says_where_a_window_with_room_for_all_saved_nothing(tmp_path: Path) -> None:
+    """Beside one that is too small for all, of which nothing of the kind is said."""
+    for window_bytes, saves in ((16 * MIB, False), (3 * MIB, True)):
+        optimizer = torch.optim.AdamW(parameters())
+        settings = {"bucket_bytes": MIB, "window_bytes": window_bytes}
+        with offload_optimizer(optimizer, tmp_path, **settings) as handle:
+            assert handle.states is not None
+            for _ in range(4):
+                step(optimizer)
+                handle.states.wait_for_writes()
+            nothing = "nothing: the window has room for all states" in handle.report()
+            assert nothing is not saves
+
+
 def test_the_summary_says_what_moved_and_how_long_drives_last(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(parameters())
     settings = {"bucket_bytes": MIB, "window_bytes": 3 * MIB, "drive_endurance_bytes": "600TB"}

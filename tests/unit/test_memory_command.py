@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from megatron.offload.activations.stats.memory_parts import (
     Moment,
     StepMemory,
 )
-from megatron.offload.commands import drawing
 from megatron.offload.commands.memory.command import predicted_peak
 from megatron.offload.planner.simulator.timeline import Timeline
 from tests.support.stages import stage
@@ -172,7 +172,7 @@ def test_what_cannot_be_read_or_drawn_ends_with_exit_code_2(
     assert "missing: No such file" in capsys.readouterr().err
     assert report(tmp_path, step(), picture=tmp_path / "nowhere" / "step.png") == 2
     assert "No such file" in capsys.readouterr().err
-    monkeypatch.setattr(drawing.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert report(tmp_path, step(), picture=tmp_path / "step.png") == 2
     assert "--picture needs matplotlib, which is not installed" in capsys.readouterr().err
     for wrong in (["--memory", "m", "metrics.jsonl"], ["metrics.jsonl", "--picture", "p.png"], []):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.offload.commands.plan.arguments import add_arguments
+from megatron.offload.commands.plan.arguments import add_arguments, read_launch_command
 from megatron.offload.commands.plan.request import Request, request_of
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.planner.projection.projection import project
@@ -198,3 +198,64 @@ def test_bad_values_end_with_exit_code_2(
     with pytest.raises(SystemExit) as ended:
         request(flags)
     assert ended.value.code == 2 and words in capsys.readouterr().err
+
+
+# -- A launch command -----------------------------------------------------------------------------
+
+SIZES = MODEL.removeprefix("--hardware a100 ")
+LAUNCHED = f"torchrun --nproc-per-node 8 -m megatron.offload.launch m/pretrain_gpt.py {SIZES}"
+
+
+def launched(line: str, before: str = "") -> tuple[list[str], argparse.Namespace]:
+    """What is said of a launch command, and the flags with it."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    args = parser.parse_args(shlex.split(f"--hardware a100 {before}"))
+    return read_launch_command(args, shlex.split(line)), args
+
+
+def test_a_launch_command_has_the_model_and_its_division() -> None:
+    line = f"{LAUNCHED} --tensor-model-parallel-size 2 --vocab-size 1000 --activation-offload ssd"
+    said, args = launched(f"{line} --lr 1e-4 --min-lr=1e-5 --seed -1 --lr 2e-4")
+    assert said == ["not looked at: --activation-offload, --lr, --min-lr, --seed"]
+    assert (
+        request_of(args).projections
+        == request(
+            f"{MODEL} --tensor-model-parallel-size 2 --vocab-size 1000 --num-gpus 8"
+        ).projections
+    )
+
+
+def test_what_a_launch_command_leaves_open_is_said() -> None:
+    said, args = launched(f"python x.py {SIZES} --recompute-granularity full", "--num-gpus 4")
+    assert said == [
+        "not looked at: --recompute-granularity full",
+        "the launch command has no --vocab-size; 51200 is taken",
+    ]
+    assert args.num_gpus == 4  # python starts one process, and says nothing of the others
+    assert launched("", "--num-layers 3")[0] == []
+
+
+def test_flags_alone_are_a_launch_command_too() -> None:
+    said, args = launched("--num-layers 3 --vocab-size 7 --bf16 --train-iters 5")
+    assert said == ["not looked at: --train-iters"] and (args.num_layers, args.bf16) == (3, True)
+
+
+def test_steps_whose_parameters_stream_are_read_of_it_too() -> None:
+    _, args = launched(f"{LAUNCHED} --parameter-offload ssd --activation-offload host")
+    assert (args.parameter_offload, args.activation_offload) == ("ssd", "host")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--num-experts 8", "plan does not know --num-experts, and its figures"),
+        ("--context-parallel-size 2", "plan does not know --context-parallel-size"),
+        ("--normalization Foo", "--normalization: invalid choice: 'Foo'"),
+        ("--num-layers", "--num-layers: expected one argument"),
+        ("--activation-offlod ssd", "has --activation-offlod, which is no flag; did you mean"),
+    ],
+)
+def test_a_launch_command_that_cannot_be_planned_is_refused(flags: str, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        launched(f"{LAUNCHED} {flags}")

@@ -17,7 +17,7 @@ from megatron.offload.integration.megatron import connect
 from tests.support.models import Model
 from tests.support.processes import finish, start_python
 
-SENTENCE = r"needs scipy and numba, which are not installed; pip install 'megatron-offload\[auto\]'"
+SENTENCE = r"needs scipy and numba, which are not installed; pip install scipy numba"
 
 
 @pytest.mark.slow
@@ -78,6 +78,36 @@ def test_commands_that_plan_say_what_is_missing(
     output, errors = capsys.readouterr()
     assert output == "" and errors.count("\n") == 1
     assert re.search(SENTENCE, errors)
+
+
+@pytest.mark.parametrize(
+    ("command", "missing", "words"),
+    [
+        ("tune -- x.py", ["tqdm"], "tune needs tqdm, which is not installed; pip install tqdm"),
+        (
+            "rok --redraw x.json",
+            ["tqdm", "matplotlib"],
+            "rok needs matplotlib and tqdm, which are not installed; pip install matplotlib tqdm",
+        ),
+        (
+            "rok",
+            ["scipy", "numba", "matplotlib", "tqdm", "megatron.core"],
+            "rok needs scipy, numba, matplotlib, tqdm and megatron-core, which are not installed; "
+            "pip install scipy numba matplotlib tqdm megatron-core==0.16.1",
+        ),
+    ],
+)
+def test_a_command_names_all_that_is_missing_at_once(
+    command: str,
+    missing: list[str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in missing:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert cli.main(command.split()) == 2
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("neither_is_installed")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The package's names where a trainer's library is not installed: the rest works, and what is
-missing is named with the extra that brings it.
+missing is named with what to install.
 """
 
 from __future__ import annotations
@@ -44,34 +44,29 @@ def test_a_star_import_has_every_name_where_transformers_is_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("library", "extra", "line"),
+    ("library", "line"),
     [
         # README's first import
         (
             "transformers",
-            "huggingface",
             "from megatron.offload import OffloadCallback, offload_activations",
         ),
         (
             "transformers",
-            "huggingface",
             "from megatron.offload.integration.huggingface import OffloadCallback",
         ),
         (
-            "lightning",
             "lightning",
             "from megatron.offload.integration.lightning import OffloadCallback",
         ),
     ],
 )
-def test_a_library_that_is_missing_is_named_with_its_extra(
-    library: str, extra: str, line: str
-) -> None:
+def test_a_library_that_is_missing_is_named_with_what_to_do(library: str, line: str) -> None:
     result = run_without(library, line)
     assert result.returncode == 1
     said = result.stderr.strip().splitlines()[-1]
     assert said.startswith(f"ModuleNotFoundError: OffloadCallback is for {library}, which is not")
-    assert f"pip install 'megatron-offload[{extra}]'" in said
+    assert f"; pip install {library}, or import" in said
 
 
 def test_what_a_library_itself_misses_is_not_called_missing() -> None:
@@ -79,4 +74,4 @@ def test_what_a_library_itself_misses_is_not_called_missing() -> None:
     result = run_without(
         "transformers.trainer_callback", "from megatron.offload import OffloadCallback"
     )
-    assert result.returncode == 1 and "megatron-offload[huggingface]" not in result.stderr
+    assert result.returncode == 1 and "pip install" not in result.stderr

@@ -247,7 +247,7 @@ def test_a_callback_keeps_the_directory_that_was_meant_when_it_was_made(
     monkeypatch.chdir("/")
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    callback.open(model, [optimizer])
+    callback.open(model, [optimizer], torch.device("cpu"))
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     callback.close()

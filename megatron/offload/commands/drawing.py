@@ -7,28 +7,19 @@ matplotlib is imported here alone, when something is drawn.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.packages import check_packages
 
 
 def check_picture(flag: str, path: Path) -> None:
     """Whether the picture that a flag asks for could be drawn. Raises ConfigurationError."""
     if path.suffix not in (".png", ".svg"):
         raise ConfigurationError(f"{flag} {path} is no picture; end its name in .png or .svg")
-    check_matplotlib(flag)
-
-
-def check_matplotlib(what: str) -> None:
-    """Whether there is what draws, for a flag or a command. Raises ConfigurationError."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigurationError(
-            f"{what} needs matplotlib, which is not installed; pip install matplotlib, or leave it "
-            "out"
-        )
+    check_packages(flag, "matplotlib")
 
 
 @contextlib.contextmanager

@@ -18,7 +18,8 @@ from statistics import median
 import msgspec
 from tabulate import tabulate
 
-from megatron.offload.commands.training_runs.script import ScriptTrainer
+from megatron.offload.commands.training_runs.run import RunError
+from megatron.offload.commands.training_runs.script import ScriptTrainer, check_script
 from megatron.offload.commands.training_runs.trainer import METRICS, PLACEMENT_FLAGS
 from megatron.offload.documents import each_line, from_json
 from megatron.offload.sizes import format_size
@@ -94,8 +95,10 @@ def compare_script(script: Path, arguments: str, num_steps: int) -> str:
         num_steps: of each run.
 
     Raises:
-        RunError: one of them failed.
+        ConfigurationError: there is no such file.
+        RunError: one of them failed, or called no `offload_activations`.
     """
+    check_script(script)
     with tempfile.TemporaryDirectory(prefix="megatron-offload-") as folder:
         trainer = ScriptTrainer(script, shlex.split(arguments), Path(folder))
         for name, flags in (("off", PLACEMENT_FLAGS["off"]), ("offload", ())):
@@ -107,6 +110,11 @@ def compare_script(script: Path, arguments: str, num_steps: int) -> str:
                 Path(folder) / name,
                 enough=lambda steps: len(steps) >= num_steps,
             )
+            if not (Path(folder) / name / METRICS).is_file():
+                raise RunError(
+                    f"{script} ended and did not call offload_activations on its first rank; "
+                    "report compares a script that does with itself"
+                )
         return compare_runs([Path(folder) / name / METRICS for name in ("off", "offload")])
 
 

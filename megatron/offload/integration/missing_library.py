@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def named(library: str, *, extra: str) -> Iterator[None]:
-    """Names the extra of this package that brings a library, where the library is missing.
+def named(library: str) -> Iterator[None]:
+    """Says what to install where a library is missing.
 
     Raises:
         ModuleNotFoundError: it is not installed; of other modules, as it comes.
@@ -24,8 +24,7 @@ def named(library: str, *, extra: str) -> Iterator[None]:
         if importlib.util.find_spec(library) is not None:
             raise
         raise ModuleNotFoundError(
-            f"OffloadCallback is for {library}, which is not installed; install it with "
-            f"`pip install 'megatron-offload[{extra}]'`, or import offload_activations, which "
-            "needs nothing but torch",
+            f"OffloadCallback is for {library}, which is not installed; pip install {library}, or "
+            "import offload_activations, which needs nothing but torch",
             name=library,
         ) from error

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,6 +18,7 @@ class LayerMajorConfig(Settings):
 
     group: ClassVar[str] = "layer-major steps"
     prefix: ClassVar[str] = STEPS_PREFIX
+    other_names: ClassVar[Mapping[str, str]] = {"--layer-major-order": "alternates"}
 
     units: str | int = flag(
         "--layer-major-units",

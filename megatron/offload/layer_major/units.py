@@ -28,7 +28,8 @@ def units_of(layers: Sequence[T], num_units: int | None) -> dict[T, int]:
     wanted = len(layers) if num_units is None else num_units
     if not 1 <= wanted <= len(layers):
         raise refusal(
-            f"--layer-major-units {wanted}: the model has {len(layers)} layers that can be divided"
+            f"--layer-major-units {wanted}: the model has {len(layers)} layers that can be "
+            f"divided; give a number from 1 to {len(layers)}"
         )
     return {layer: index * wanted // len(layers) for index, layer in enumerate(layers)}
 

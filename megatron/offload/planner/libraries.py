@@ -7,11 +7,9 @@ model is built or anything of the simulator or the solver is imported. It import
 
 from __future__ import annotations
 
-import importlib.util
+from megatron.offload.packages import check_packages
 
-from megatron.offload.errors import ConfigurationError
-
-_LIBRARIES = ("scipy", "numba")
+LIBRARIES = ("scipy", "numba")
 
 
 def check_libraries(asked_for: str) -> None:
@@ -23,10 +21,4 @@ def check_libraries(asked_for: str) -> None:
     Raises:
         ConfigurationError: some of it is not installed.
     """
-    missing = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
-    if missing:
-        are = "are" if len(missing) > 1 else "is"
-        raise ConfigurationError(
-            f"{asked_for} needs {' and '.join(missing)}, which {are} not installed; "
-            "pip install 'megatron-offload[auto]' ('.[auto]' in a clone)"
-        )
+    check_packages(asked_for, *LIBRARIES)

@@ -41,6 +41,9 @@ def states_summary(
             f"{total('step_s'):.3f} s in the optimizer, of which it waited {total('wait_s'):.3f} s",
         ),
     ]
+    if not total("read_bytes") and not total("written_bytes"):
+        why = "the window has room for all states, so they stay in memory; a smaller one moves them"
+        rows.append(("saved", f"nothing: {why} (--optimizer-state-window, window_bytes)"))
     if endurance is not None:
         seconds = max(meter.seconds for meter in steps)
         endurance.add_step(written_bytes or {}, seconds)

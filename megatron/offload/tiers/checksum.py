@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from megatron.offload.packages import check_packages
 from megatron.offload.tiers.purpose import ACTIVATIONS, Purpose
 
 Checksum = Callable[[memoryview], int]
@@ -20,13 +21,9 @@ def load_checksum(purpose: Purpose = ACTIVATIONS) -> Checksum:
     Raises:
         ConfigurationError: the package `xxhash` is not installed.
     """
-    try:
-        import xxhash
-    except ImportError:
-        raise purpose.refusal(
-            f"{purpose.checksum_flag} needs the package xxhash; "
-            "pip install 'megatron-offload[verify]'"
-        ) from None
+    check_packages(purpose.checksum_flag, "xxhash", prefix=purpose.prefix)
+    import xxhash
+
     digest: Checksum = xxhash.xxh3_64_intdigest
     return digest
 

@@ -25,7 +25,7 @@ class Purpose:
         prefix: the beginning of every sentence.
         bytes_name: what it holds, in sentences.
         flags: the beginning of the names of its flags.
-        checksum_flag: the setting that asks for checksums.
+        checksum_flag: the setting that asks for checksums, or that there always are some.
         in_pages: it holds few and large storages of whole pages, which stay in memory long.
     """
 
@@ -49,6 +49,7 @@ class Purpose:
         return ConfigurationError(self.prefix + sentence)
 
 
+_ALWAYS = "a checksum of all that is written, which is the only copy,"
 ACTIVATIONS = Purpose(
     PREFIX, "the activations", "--activation-offload-", "--activation-offload-verify checksum"
 )
@@ -56,13 +57,13 @@ STATES = Purpose(
     STATES_PREFIX,
     "the optimizer states",
     "--optimizer-state-",
-    "--optimizer-state-offload",
+    _ALWAYS,
     in_pages=True,
 )
 PARAMETERS = Purpose(
     PARAMETERS_PREFIX,
     "the parameters",
     "--parameter-offload-",
-    "--parameter-offload",
+    _ALWAYS,
     in_pages=True,
 )

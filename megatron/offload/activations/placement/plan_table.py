@@ -39,6 +39,7 @@ def plan_table(plan: Plan, *, chunk_is: str = "chunk") -> str:
     goal = f", {plan.goal}" if plan.goal else ""
     table = tabulate(rows, tablefmt="plain", disable_numparse=True)
     lines = [f"activation plan of stage {plan.stage}{goal}:", indent(table, "  ")]
+    lines.append(f"  together: {_totals(plan)}")
     if plan.predicted is not None:
         lines.append(f"  predicted: {_describe(plan.predicted)}")
     if plan.fastest is not None:
@@ -48,6 +49,17 @@ def plan_table(plan: Plan, *, chunk_is: str = "chunk") -> str:
         lines.append(f"  forward is launched at most {number} ahead of the device")
     lines += [f"  note: {note}" for note in plan.notes]
     return "\n".join(lines)
+
+
+def _totals(plan: Plan) -> str:
+    """Parts and bytes of each placement, of one micro-batch, in the order of the table."""
+    found: dict[str, list[int]] = {}
+    for one in plan.parts:
+        found.setdefault(_placement(one), []).append(one.movable_bytes)
+    return "; ".join(
+        f"{name} {len(sizes)} part{'' if len(sizes) == 1 else 's'}, {format_size(sum(sizes))}"
+        for name, sizes in found.items()
+    )
 
 
 def _placement(one: PlannedPart) -> str:

@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 
 from megatron.offload.commands.flag_values import counts, size
-from megatron.offload.commands.training_runs.trainer import CHECKOUT, TRAINER
+from megatron.offload.commands.training_runs.trainer import OUTPUT
 from megatron.offload.device.cuda import has_cuda
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.sizes import GIB, MIB, format_size
@@ -51,12 +51,11 @@ Exit code: 0; 1 if --require is not met; 2 if it could not be measured."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds all flags of the command."""
-    base = CHECKOUT if TRAINER.is_file() else Path()
     what = parser.add_argument_group("what is measured")
     what.add_argument(
         "--directory",
         type=Path,
-        default=base / "runs/offload",
+        default=OUTPUT / "runs/offload",
         help="directory on the SSD, made if it is missing; nothing stays in it. Default: "
         "runs/offload",
     )

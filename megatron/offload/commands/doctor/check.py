@@ -7,14 +7,19 @@ same as data. Nothing here looks at the machine.
 
 from __future__ import annotations
 
+import datetime
 import enum
 import json
+import socket
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.offload.errors import PREFIX, STATES_PREFIX, ConfigurationError
+from megatron.offload.version import __version__
+
+FORMAT = 1  # of the JSON: names go only with another number, new ones come without
 
 _RESET = "\033[0m"
 _MARGIN = 13  # before the values, besides the names: two spaces, status, two, name, two
@@ -127,7 +132,10 @@ class Diagnosis:
         return "\n".join(lines)
 
     def as_json(self) -> str:
-        """The checks and the verdict as JSON; sizes in bytes, rates in bytes per second."""
+        """The checks and the verdict as JSON; sizes in bytes, rates in bytes per second.
+
+        With the number of this format, the version of the package, the host and the time in UTC.
+        """
         checks = [
             {
                 "section": part.title,
@@ -140,7 +148,15 @@ class Diagnosis:
             for part in self.sections
             for check in part.checks
         ]
-        document = {"works": self.works, "verdict": self.verdict, "checks": checks}
+        document = {
+            "format": FORMAT,
+            "version": __version__,
+            "host": socket.gethostname(),
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "works": self.works,
+            "verdict": self.verdict,
+            "checks": checks,
+        }
         return json.dumps(document, indent=2)
 
 

@@ -24,6 +24,7 @@ from megatron.offload.commands.doctor.machine import (
     memory_checks,
     version_checks,
 )
+from megatron.offload.commands.doctor.parameters import parameters_sections
 from megatron.offload.commands.doctor.produced import produced_check
 from megatron.offload.commands.doctor.states import states_sections
 from megatron.offload.config import OffloadConfig
@@ -79,22 +80,29 @@ def examine(
     supported_megatron: Sequence[str],
     measures_bandwidth: bool = True,
     needs_megatron: bool = True,
+    not_looked_at: Sequence[str] = (),
 ) -> Diagnosis:
     """Checks the machine, and measures each directory's bandwidth for a few seconds.
 
     Args:
-        args: parsed flags of `OffloadConfig.add_arguments` and of `StatesConfig.add_arguments`.
+        args: parsed flags of `add_offload_arguments`.
         supported_megatron: versions of megatron-core that the hooks fit.
         needs_megatron: whether it matters that none of them is installed.
+        not_looked_at: flags of the launch command that are not ours.
     """
     flags = Flags.from_args(args)
     limit, cuda, installed = memory_limit(), find_cuda(), installed_versions()
     has_gpu = bool(cuda.gpus)
-    sections = [Section("Flags", [_flags_check(args, flags)])]
+    given = [_flags_check(args, flags)]
+    if not_looked_at:
+        given.append(Check("not looked at", Status.INFO, ", ".join(not_looked_at)))
+    sections = [Section("Flags", given)]
     if flags.uses_disk:
         sections += _disk_sections(flags, cuda, measures_bandwidth)
     states = states_sections(args, limit, measures_bandwidth=measures_bandwidth)
     sections += states
+    streaming = parameters_sections(args)
+    sections += streaming
     memory = [*memory_checks(limit, has_gpu), *_host_budget_checks(flags, limit)]
     gpu = [*cuda_checks(cuda), direct_storage_check(gds_status(has_gpu), flags.io == "gds")]
     if has_gpu:
@@ -109,7 +117,7 @@ def examine(
             version_checks(installed, supported_megatron, needs_megatron=needs_megatron),
         ),
     ]
-    if flags.mode == "off" and not states:
+    if flags.mode == "off" and not states and not streaming:
         step = "begin with --activation-offload ssd --activation-offload-dir DIR"
         return Diagnosis(sections, "activation offload", step)
     return Diagnosis(sections)

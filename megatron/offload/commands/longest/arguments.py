@@ -21,7 +21,7 @@ from megatron.offload.commands.plan.arguments import (
     add_what_moves,
 )
 from megatron.offload.commands.plan.request import flag_of
-from megatron.offload.commands.training_runs.script import add_script_arguments
+from megatron.offload.commands.training_runs.script import add_script_arguments, check_script
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.planner.projection.hardware import GpuSpec, names
 
@@ -155,8 +155,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def _check_script(args: argparse.Namespace) -> None:
-    if not args.script.is_file():
-        raise ConfigurationError(f"there is no script {args.script}")
+    check_script(args.script)
     if args.device_memory_budget is None:
         raise ConfigurationError(
             "a script is measured within a budget; give --device-memory-budget"

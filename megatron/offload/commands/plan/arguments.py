@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flags of `megatron-offload plan`: `add_arguments`. What they ask for: `request.py`.
 
-Sizes and parallelism are named as Megatron's flags, so that those of a training command can be
-pasted.
+Sizes and parallelism are named as Megatron's flags, so that a whole training command can be pasted
+after `--`.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.offload.commands.flag_values import count, number, size
+from megatron.offload.commands.launch_command import LaunchCommand, not_looked_at
+from megatron.offload.errors import ConfigurationError
 from megatron.offload.flag import argparse_type
 from megatron.offload.planner.projection.hardware import DEFAULT_DRIVE, names
 from megatron.offload.planner.projection.projection import MIB
@@ -33,6 +36,11 @@ measured (--profile), or from a description of model and hardware:
       --seq-length 4096 --micro-batch-size 2 --global-batch-size 1024 \\
       --tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer \\
       --activation-memory-budget 12GiB --rok rok.png --output plan.json
+
+The flags of model, division and batch may come from the command that starts the training, torchrun
+and all, after --; of its other flags those that are not looked at are named, and nothing is run:
+
+  megatron-offload plan --hardware h100 -- torchrun --nproc-per-node 8 pretrain_gpt.py ...
 
 Projected seconds come from data sheets and stated assumptions and are worth no more than these;
 bytes are exact. Where a run is possible, measure."""
@@ -70,6 +78,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="draw speed against memory for a range of budgets (.png or .svg; needs matplotlib)",
     )
+
+
+# Flags of Megatron that make another model of it, or divide it otherwise, than plan describes.
+_OTHER_MODELS = (
+    *("--num-experts", "--context-parallel-size", "--multi-latent-attention", "--mtp-num-layers"),
+    *("--hybrid-override-pattern", "--is-hybrid-model", "--heterogeneous-layers-config-path"),
+    *("--fp8-format", "--fp4-format", "--expert-model-parallel-size"),
+)
+
+
+def read_launch_command(args: argparse.Namespace, words: Sequence[str]) -> list[str]:
+    """Sets what a command that starts a training says of model, division and placements.
+
+    What was given before it counts unless the command says otherwise.
+
+    Args:
+        words: of the command; none: there is no command.
+
+    Returns:
+        Sentences about what of it is not looked at, and what is assumed.
+
+    Raises:
+        ConfigurationError: plan cannot describe this training.
+    """
+    if not words:
+        return []
+    command = LaunchCommand.of(words)
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    add_model(parser)
+    add_parallelism(parser)
+    _add_goal(parser)
+    streams = any(one.partition("=")[0] == "--parameter-offload" for one in command.flags)
+    if streams:
+        _add_streaming(parser)
+    others = command.read(parser, args)
+    if found := [name for name in others if name in _OTHER_MODELS]:
+        raise ConfigurationError(
+            f"plan does not know {', '.join(found)}, and its figures would be those of another "
+            "training; measure it with --activation-offload auto, or leave them out to plan for a "
+            "dense model without them"
+        )
+    if args.num_gpus is None:
+        args.num_gpus = command.num_processes
+    if args.recompute_granularity == "full":  # the plan says what is recomputed
+        others.append("--recompute-granularity full")
+    said = [not_looked_at(others)] if others else []
+    if not any(one.partition("=")[0] == "--vocab-size" for one in command.flags):
+        said.append(f"the launch command has no --vocab-size; {args.vocab_size} is taken")
+    return said
 
 
 def add_hardware(group: Any) -> None:
@@ -143,8 +200,9 @@ def add_model(group: Any) -> None:
     )
     group.add_argument(
         "--recompute-granularity",
-        choices=("selective",),
-        help="attention scores are made again in backward, where they would be saved",
+        choices=("selective", "full"),
+        help="selective: attention scores are made again in backward, where they would be saved. "
+        "full: means nothing here, as the plan says what is recomputed",
     )
 
 

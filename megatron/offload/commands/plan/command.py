@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from megatron.offload.activations.placement.atomic_file import check_place, write_atomically
 from megatron.offload.activations.placement.plan_file import save_plans
 from megatron.offload.commands.drawing import check_picture
 from megatron.offload.commands.plan import schedules
+from megatron.offload.commands.plan.arguments import read_launch_command
 from megatron.offload.commands.plan.comparison import all_stages, compare_plans
 from megatron.offload.commands.plan.curve import draw
 from megatron.offload.commands.plan.request import request_of
@@ -23,6 +25,8 @@ def run(args: argparse.Namespace) -> int:
         ConfigurationError: bad input, or nothing fits.
         OSError: a file cannot be read or written.
     """
+    for sentence in read_launch_command(args, args.launch):
+        print(sentence)
     for flag, path in (("--rok", args.rok), ("--plot", args.plot)):
         if path is not None:
             check_picture(flag, path)
@@ -32,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
     if args.parameter_offload != "off":
         return _compare_schedules(args)
     request = request_of(args)
+    if sys.stderr.isatty():
+        print("planning, which takes seconds to minutes ...", file=sys.stderr, flush=True)
     comparison = compare_plans(request, with_curve=args.rok is not None or args.json is not None)
     plans = all_stages(request) if args.output is not None else []
     print(as_text(comparison))

@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.util
 from pathlib import Path
 
-from megatron.offload.commands.drawing import check_matplotlib
 from megatron.offload.commands.flag_values import count, counts, size
 from megatron.offload.commands.rok.strategy import DEFAULT_STRATEGIES, STRATEGIES
-from megatron.offload.commands.training_runs.script import add_script_arguments
-from megatron.offload.commands.training_runs.trainer import CHECKOUT, add_training_arguments
+from megatron.offload.commands.training_runs.script import add_script_arguments, check_script
+from megatron.offload.commands.training_runs.trainer import OUTPUT, add_training_arguments
 from megatron.offload.device.cuda import has_cuda
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.planner.libraries import check_libraries
+from megatron.offload.integration.megatron.versions import SUPPORTED_VERSIONS
+from megatron.offload.packages import check_packages
+from megatron.offload.planner.libraries import LIBRARIES
 from megatron.offload.sizes import parse_rate
 
 DESCRIPTION = """\
@@ -115,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measure.add_argument(
         "--activation-offload-dir",
         type=Path,
-        default=CHECKOUT / "runs" / "offload",
+        default=OUTPUT / "runs" / "offload",
         metavar="DIR",
         help="directory on the SSD. Default: runs/offload of the checkout",
     )
@@ -146,18 +146,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def check_arguments(args: argparse.Namespace) -> None:
     """Raises ConfigurationError where nothing could be measured; sets flags that depend on
     others."""
-    check_libraries("megatron-offload rok")
-    check_matplotlib("megatron-offload rok")
+    trains_ours = args.script is None and args.redraw is None
+    core = [f"megatron-core=={SUPPORTED_VERSIONS[-1]}"] if trains_ours else []
+    check_packages("megatron-offload rok", *LIBRARIES, "matplotlib", "tqdm", *core)
     if args.redraw is not None:
         return
     if args.script is not None:
         _check_script(args)
     args.strategies = args.strategies or list(DEFAULT_STRATEGIES)
-    for package in ("tqdm",) if args.script is not None else ("megatron.core", "tqdm"):
-        if importlib.util.find_spec(package) is None:
-            raise ConfigurationError(
-                f"rok trains, which needs {package}; pip install 'megatron-offload[examples]'"
-            )
     if args.script is None and not args.trainer.is_file():
         raise ConfigurationError(
             f"there is no trainer at {args.trainer}, which is no part of the installed package; "
@@ -181,7 +177,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         parse_rate(args.activation_offload_write_limit)
     if args.output is None:
         now = datetime.datetime.now()
-        args.output = CHECKOUT / "runs" / f"rok-{now:%Y%m%d-%H%M%S}"
+        args.output = OUTPUT / "runs" / f"rok-{now:%Y%m%d-%H%M%S}"
     if args.output.exists() and any(args.output.iterdir()):
         raise ConfigurationError(f"--output {args.output} is not empty; name a new folder")
     # What the trainer's flags are made from, see `training_flags`: random tokens will do.
@@ -190,8 +186,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 def _check_script(args: argparse.Namespace) -> None:
     """Also sets what a script decides itself: how large a batch is."""
-    if not args.script.is_file():
-        raise ConfigurationError(f"there is no script {args.script}")
+    check_script(args.script)
     chosen = args.strategies or [one for one in DEFAULT_STRATEGIES if one != "selective"]
     if "selective" in chosen:
         raise ConfigurationError(

@@ -20,6 +20,7 @@ from pathlib import Path
 from megatron.offload.commands.training_runs.run import RunError
 from megatron.offload.commands.training_runs.trainer import PLACEMENT_FLAGS, Trainer
 from megatron.offload.config import OffloadConfig
+from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.torch.measured_run import MeasuredRun
 
 _TAIL_LINES = 15
@@ -37,6 +38,12 @@ def add_script_arguments(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--script-args", default="", metavar="TEXT", help="arguments of the script, in one string"
     )
+
+
+def check_script(script: Path) -> None:
+    """Raises ConfigurationError where there is no such file."""
+    if not script.is_file():
+        raise ConfigurationError(f"there is no script {script}")
 
 
 @dataclass(frozen=True)
@@ -91,8 +98,10 @@ def flags_of_script(script: Path, arguments: str) -> list[str]:
     Runs it up to that call.
 
     Raises:
+        ConfigurationError: there is no such file.
         RunError: it ends before.
     """
+    check_script(script)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "flags"
         variables = MeasuredRun(flags_file=str(file)).environment()

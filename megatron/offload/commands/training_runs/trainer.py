@@ -31,6 +31,8 @@ from megatron.offload.sizes import format_size
 # The checkout that this file is part of; the trainer is no part of the installed package.
 CHECKOUT = Path(__file__).resolve().parents[4]
 TRAINER = CHECKOUT / "examples" / "pretrain_gpt.py"
+# The folder of `runs/`; where the package is installed from a wheel there is no checkout.
+OUTPUT = CHECKOUT if TRAINER.is_file() else Path()
 
 _EVERY_LAYER_AGAIN = (
     *("--recompute-granularity", "full"),

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.offload.commands.flag_values import count, counts, number
-from megatron.offload.commands.training_runs.trainer import CHECKOUT, TRAINER
+from megatron.offload.commands.training_runs.trainer import OUTPUT, TRAINER
 from megatron.offload.commands.tune.candidates import MEMORY_MARGIN, StepSize
 from megatron.offload.commands.tune.runs import HowLong
 from megatron.offload.commands.tune.setting import Setting, settings_to_measure
@@ -179,10 +178,6 @@ def request_of(args: argparse.Namespace) -> Request:
     Raises:
         ConfigurationError: it cannot be done.
     """
-    if importlib.util.find_spec("tqdm") is None:
-        raise ConfigurationError(
-            "tune trains, which needs tqdm; pip install 'megatron-offload[examples]'"
-        )
     command = TrainingCommand.of(args.training)
     data_parallel_size = command.data_parallel_size(args.processes)
     if args.tokens_per_step is None and command.global_batch_size is None:
@@ -208,7 +203,7 @@ def request_of(args: argparse.Namespace) -> Request:
     units = _units_of(args.units, command)
     if args.trainings is None:
         now = datetime.datetime.now()
-        args.trainings = CHECKOUT / "runs" / f"tune-{now:%Y%m%d-%H%M%S}"
+        args.trainings = OUTPUT / "runs" / f"tune-{now:%Y%m%d-%H%M%S}"
     if args.trainings.exists() and any(args.trainings.iterdir()):
         raise ConfigurationError(f"--trainings {args.trainings} is not empty; name a new folder")
     return Request(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from megatron.offload.integration.missing_library import named
 
-with named("transformers", extra="huggingface"):
+with named("transformers"):
     from megatron.offload.integration.huggingface.callback import OffloadCallback
 
 __all__ = ["OffloadCallback"]

@@ -3,28 +3,33 @@
 
 The Trainer calls it. It offloads from the beginning of a training to its end and adds what moved to
 the Trainer's log lines.
+
+Note [The first of the callbacks]
+The Trainer gives a log line to its callbacks one after the other, the reporters (W&B, MLflow,
+TensorBoard, ...) before those of its argument `callbacks`, and no hook of it comes earlier. So when
+a training begins, the callback puts itself in front of all others. No argument of a hook leads to
+their list; the handler that has it is the caller. It gets a new list: it is running through the
+old one.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
-import os
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
 from transformers import (
     TrainerCallback,
     TrainerControl,
     TrainerState,
     TrainingArguments,
 )
+from transformers.trainer_callback import CallbackHandler
 
 from megatron.offload.integration.torch.trainer_callback import TrainerOffload
 
 logger = logging.getLogger(__name__)
-
-_OF_AUTO = ("plans", "measured_peak_bytes", "predicted_peak_bytes")
 
 
 class OffloadCallback(TrainerOffload, TrainerCallback):
@@ -33,21 +38,13 @@ class OffloadCallback(TrainerOffload, TrainerCallback):
         trainer = Trainer(..., callbacks=[OffloadCallback("/mnt/nvme0")])
 
     It takes what `offload_activations` takes; with `optimizer_states=True` the optimizer's states
-    move as well, or with a dict of `offload_optimizer`'s settings. Log lines get
-    `offload/offloaded_bytes`, `offload/stall_s` and others: the mean of the optimizer steps since
-    the last line, all micro-batches of a step together. They are in the log history, in what the
-    Trainer prints and in TensorBoard's files.
+    move as well, or with a dict of `offload_optimizer`'s settings, with `parameters=True` or a dict
+    of `offload_parameters`' the parameters of layers. Log lines get `offload/offloaded_gib`,
+    `offload/stall_s`, `offload/peak_activation_gib` and others, see `TrainerFigures.take`: of the
+    optimizer steps since the last line, all micro-batches of a step together. All reporters of the
+    Trainer get them, its log history and what it prints. A line at the beginning and one at the
+    end say what was found and what it came to, unless `log_level` is above `warning`.
     """
-
-    def __init__(
-        self,
-        directory: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None,
-        **settings: Any,
-    ) -> None:
-        super().__init__(directory, **settings)
-        self._sums: dict[str, float] = {}  # since the last log line
-        self._num_steps = 0  # of the optimizer, in the sums
-        self._writer: Any = None  # of TensorBoard's files
 
     def on_train_begin(
         self,
@@ -57,26 +54,37 @@ class OffloadCallback(TrainerOffload, TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Begins to offload."""
-        self._close_writer()
-        self.open(kwargs["model"], [kwargs["optimizer"]])
-        self._sums, self._num_steps = {}, 0
-        if "tensorboard" in args.report_to and state.is_world_process_zero:
-            from torch.utils.tensorboard import SummaryWriter
+        self._come_first()
+        self.open(kwargs["model"], [kwargs["optimizer"]], args.device)
+        _say(self.opening(), args, state)
 
-            self._writer = SummaryWriter(log_dir=_board_of(args))
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Begins to measure an optimizer step."""
+        if self.figures is not None:
+            self.figures.begin_step()
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Counts a micro-batch that is not the last one of its optimizer step."""
-        self._count()
+        self.add_micro_batch()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Measures what forward and backward took."""
+        if self.figures is not None:
+            self.figures.end_passes()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Counts the last micro-batch of an optimizer step."""
-        self._count()
-        self._num_steps += 1
+        self.add_micro_batch()
+        if self.figures is not None:
+            self.figures.end_step()
 
     def on_log(
         self,
@@ -87,44 +95,40 @@ class OffloadCallback(TrainerOffload, TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Adds to a training's log line; those of evaluation and the last one are left alone."""
-        if logs is None or "loss" not in logs or not self._num_steps or self.offload is None:
+        if logs is None or "loss" not in logs or self.figures is None:
             return
-        added = {name: one / self._num_steps for name, one in self._sums.items()}
-        last = self.offload.statistics
-        added |= {f"offload/{name}": last[name] for name in _OF_AUTO if name in last}
-        self._sums, self._num_steps = {}, 0
+        added = self.figures.take()
         logs.update(added)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(added)
-        # TensorBoard's own callback comes before this one and has seen the line already.
-        if self._writer is not None:
-            for name, value in added.items():
-                self._writer.add_scalar(name, value, state.global_step)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Ends offload and says what the steps moved."""
-        self._close_writer()
         self.close()
-        if self.offload is not None and state.is_world_process_zero:
-            logger.info("%s", self.offload.summary())
+        if self.offload is not None and self.figures is not None:
+            _say(self.figures.closing(), args, state)
+            if state.is_world_process_zero:
+                logger.info("%s", self.offload.summary())
 
-    def _count(self) -> None:
-        for name, value in self.logged().items():
-            self._sums[name] = self._sums.get(name, 0.0) + value
+    def _come_first(self) -> None:
+        """See Note [The first of the callbacks]."""
+        frame = inspect.currentframe()
+        while frame is not None:
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, CallbackHandler):
+                others = [one for one in caller.callbacks if one is not self]
+                caller.callbacks = [self, *others]
+                return
+            frame = frame.f_back
+        logger.warning(
+            "activation offload: no Trainer has called this callback, so reporters before it do "
+            "not see what it adds to log lines"
+        )
 
-    def _close_writer(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
 
-
-def _board_of(args: TrainingArguments) -> str:
-    """The folder of TensorBoard's files. The Trainer's own callback has just made it."""
-    named = os.environ.get("TENSORBOARD_LOGGING_DIR")
-    if named:
-        return os.path.expanduser(named)
-    runs = Path(args.output_dir or ".") / "runs"
-    made = [one for one in runs.glob("*") if one.is_dir()] if runs.is_dir() else []
-    return str(max(made, key=lambda one: one.stat().st_mtime, default=runs / "offload"))
+def _say(line: str, args: TrainingArguments, state: TrainerState) -> None:
+    """Prints as the Trainer prints its log lines: Python's logging shows warnings alone."""
+    if state.is_world_process_zero and args.get_process_log_level() <= logging.WARNING:
+        tqdm.write(line)

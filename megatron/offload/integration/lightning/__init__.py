@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from megatron.offload.integration.missing_library import named
 
-with named("lightning", extra="lightning"):
+with named("lightning"):
     from megatron.offload.integration.lightning.callback import OffloadCallback
 
 __all__ = ["OffloadCallback"]

@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
 
 from megatron.offload.integration.torch.trainer_callback import TrainerOffload
 
@@ -19,27 +20,48 @@ class OffloadCallback(TrainerOffload, Callback):
         Trainer(..., callbacks=[OffloadCallback("/mnt/nvme0")])
 
     It takes what `offload_activations` takes; with `optimizer_states=True` the optimizers' states
-    move as well, or with a dict of `offload_optimizer`'s settings. The modules that `training_step`
-    calls are the models: attributes of the LightningModule. Each training batch is logged as
-    `offload/offloaded_bytes`, `offload/stall_s` and so on.
+    move as well, or with a dict of `offload_optimizer`'s settings, with `parameters=True` or a dict
+    of `offload_parameters`' the parameters of layers. The modules that `training_step` calls are
+    the models: attributes of the LightningModule. Each training batch is logged as
+    `offload/offloaded_gib`, `offload/stall_s`, `offload/peak_activation_gib` and so on, see
+    `TrainerFigures.take`. A line at the beginning and one at the end, in Lightning's own log, say
+    what was found and what it came to.
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins to offload."""
-        self.open(pl_module, trainer.optimizers)
+        self.open(pl_module, trainer.optimizers, trainer.strategy.root_device)
+        rank_zero_info(self.opening())
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        """Begins to measure a batch."""
+        if self.figures is not None:
+            self.figures.begin_step()
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measures what forward and backward took."""
+        if self.figures is not None:
+            self.figures.end_passes()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
     ) -> None:
         """Logs what the batch moved."""
-        for name, value in self.logged().items():
-            pl_module.log(name, value)
+        self.add_micro_batch()
+        if self.figures is not None:
+            self.figures.end_step()
+            for name, value in self.figures.take().items():
+                pl_module.log(name, value)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ends offload, before the Trainer moves optimizers' states, and says what moved."""
         self.close()
-        if self.offload is not None and trainer.is_global_zero:
-            logger.info("%s", self.offload.summary())
+        if self.offload is not None and self.figures is not None:
+            rank_zero_info(self.figures.closing())
+            if trainer.is_global_zero:
+                logger.info("%s", self.offload.summary())
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException

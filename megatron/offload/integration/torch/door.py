@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn, Unpack
 
 import torch
 
@@ -27,6 +27,7 @@ from megatron.offload.integration.torch.measured_run import MeasuredRun
 from megatron.offload.integration.torch.offload import ActivationOffload
 from megatron.offload.integration.torch.ranks import local_world_size, rank
 from megatron.offload.integration.torch.refusals import check_models, check_named
+from megatron.offload.keywords import ActivationMode, ActivationSettings
 from megatron.offload.machine import vector_math
 from megatron.offload.planner.libraries import check_libraries
 from megatron.offload.values import parse_path
@@ -36,12 +37,12 @@ def offload_activations(
     model: torch.nn.Module | Sequence[torch.nn.Module],
     directory: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None,
     *,
-    mode: str | None = None,
+    mode: ActivationMode | None = None,
     layers: Iterable[str | type[torch.nn.Module]] | None = None,
     inside_graphs: bool = False,
     run_directory: str | os.PathLike[str] | None = None,
     metrics_file: str | os.PathLike[str] | None = None,
-    **settings: Any,
+    **settings: Unpack[ActivationSettings],
 ) -> ActivationOffload:
     """Moves what a model saves for backward to SSDs or host memory while it trains.
 
@@ -78,7 +79,10 @@ def offload_activations(
         ConfigurationError: the directory, a setting or the model cannot work; says why.
         OSError: the metrics file cannot be made.
     """
-    models = (model,) if isinstance(model, torch.nn.Module) else tuple(model)
+    if isinstance(model, torch.nn.Module) or not isinstance(model, Iterable):
+        models: tuple[torch.nn.Module, ...] = (model,)  # or something else: `check_models` names it
+    else:
+        models = tuple(model)
     check_models(models)
     vector_math.first_call()  # with mode `off` too, which others are compared with
     with OffloadConfig.speaking_of_settings():

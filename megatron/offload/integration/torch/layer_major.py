@@ -19,9 +19,9 @@ from megatron.offload.integration.torch.layers import find_layers
 from megatron.offload.integration.torch.module_hooks import is_compiled
 from megatron.offload.integration.torch.offload import ActivationOffload
 from megatron.offload.integration.torch.passes import tensors_in
-from megatron.offload.integration.torch.refusals import STEP_WRAPPERS
+from megatron.offload.integration.torch.refusals import STEP_WRAPPERS, check_models
 from megatron.offload.integration.torch.sharded_units import ShardedUnits
-from megatron.offload.layer_major.config import refusal
+from megatron.offload.layer_major.config import LayerMajorConfig, refusal
 from megatron.offload.layer_major.other_numbers import OtherNumbers
 from megatron.offload.layer_major.random_numbers import TorchGenerators
 from megatron.offload.layer_major.schedule import LayerMajorSchedule, UnitPasses
@@ -65,9 +65,11 @@ class LayerMajor:
         offload: ActivationOffload | None = None,
         alternates: bool = False,
     ) -> None:
+        check_models((model,))
         found = find_layers((model,), layers)
         _check(model, found)
-        self.units = units_of(list(found), units)
+        with LayerMajorConfig.speaking_of_settings():
+            self.units = units_of(list(found), units)
         if offload is not None:
             offload.run_in_units(self.units, alternates=alternates)
         self._model = model

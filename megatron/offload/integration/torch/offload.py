@@ -31,7 +31,12 @@ from megatron.offload.integration.torch.layer_calls import LayerCalls
 from megatron.offload.integration.torch.module_hooks import ModuleHooks
 from megatron.offload.integration.torch.passes import Passes
 from megatron.offload.integration.torch.ranks import local_world_size, planned_stage, rank
-from megatron.offload.integration.torch.report import held_again, report_of, warnings_of
+from megatron.offload.integration.torch.report import (
+    held_again,
+    opening_of,
+    report_of,
+    warnings_of,
+)
 from megatron.offload.integration.torch.stationary import (
     is_sharded,
     stationary_tensors,
@@ -195,6 +200,10 @@ class ActivationOffload:
             )
         self._units, self._alternates = dict(units), alternates
         self._calls.units = self._units
+
+    def opening(self) -> str:
+        """One line for the beginning of a run: the layers found, and where activations will go."""
+        return opening_of(self._config, self._models, self.layers)
 
     def report(self) -> str:
         """What was found in the model, where its activations go, `auto`'s plan and the summary.

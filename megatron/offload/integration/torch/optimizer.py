@@ -12,7 +12,7 @@ import os
 import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -37,6 +37,7 @@ from megatron.offload.integration.open_streams import OPEN, StepBy
 from megatron.offload.integration.own_attributes import put
 from megatron.offload.integration.torch.ranks import local_world_size
 from megatron.offload.integration.torch.refusals import OPTIMIZERS
+from megatron.offload.keywords import OptimizerStateMode, OptimizerStateSettings
 from megatron.offload.states.auto_window import AutoWindow
 from megatron.offload.states.config import StatesConfig
 from megatron.offload.states.lazy_state import with_lazy_states
@@ -287,8 +288,8 @@ def offload_optimizer(
     optimizer: torch.optim.Optimizer,
     directory: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None,
     *,
-    mode: str | None = None,
-    **settings: Any,
+    mode: OptimizerStateMode | None = None,
+    **settings: Unpack[OptimizerStateSettings],
 ) -> OptimizerOffload:
     """Keeps an optimizer's states on SSDs or in host memory between its steps.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -24,8 +24,10 @@ from megatron.offload.integration.torch.layers import find_layers, params_outsid
 from megatron.offload.integration.torch.optimizer_steps import OptimizerSteps
 from megatron.offload.integration.torch.passes import computed_in, tensors_in
 from megatron.offload.integration.torch.ranks import local_world_size
-from megatron.offload.integration.torch.refusals import check_not_graphed
+from megatron.offload.integration.torch.refusals import check_models, check_not_graphed
 from megatron.offload.integration.torch.saved_weights import SavedWeights
+from megatron.offload.keywords import ParameterMode, ParameterSettings
+from megatron.offload.layer_major.config import LayerMajorConfig
 from megatron.offload.layer_major.units import units_of
 from megatron.offload.parameters.config import ParametersConfig
 from megatron.offload.parameters.file_tier import FileTier
@@ -298,11 +300,11 @@ def offload_parameters(
     *,
     units: int | None = None,
     layers: Iterable[str | type[torch.nn.Module]] | None = None,
-    mode: str | None = None,
+    mode: ParameterMode | None = None,
     device: torch.device | str | None = None,
     weights: str | os.PathLike[str] | None = None,
     in_place: bool = False,
-    **settings: Any,
+    **settings: Unpack[ParameterSettings],
 ) -> ParameterOffload:
     """Keeps the parameters of a model's layers on SSDs or in host memory while others compute.
 
@@ -337,10 +339,14 @@ def offload_parameters(
         ConfigurationError: the directory, a setting, the model or its files cannot work; says why.
         OSError: a file of `weights` cannot be read.
     """
+    check_models((model,))
     with ParametersConfig.speaking_of_settings():
         config = ParametersConfig.of_door(directory, mode, settings).resolved()
         found = list(find_layers((model,), layers))
-        unit_of_layer = units_of(found, units)
+        if not found:
+            raise _refusal("the model has no layers that repeat; name them with layers=")
+        with LayerMajorConfig.speaking_of_settings():
+            unit_of_layer = units_of(found, units)
         staying = set(params_outside(model, found)) | adapters_of(unit_of_layer)
         saved = None
         if weights is not None:

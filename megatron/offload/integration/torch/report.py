@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people should know about a model's offload: `report_of`, `warnings_of`."""
+"""What people should know about a model's offload: `opening_of`, `report_of`, `warnings_of`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,17 @@ from megatron.offload.stats.history import LEFT_ALONE
 _MOST_LINES = 8  # about storages that live on
 
 
+def opening_of(
+    config: OffloadConfig, models: Sequence[torch.nn.Module], layers: Sequence[str]
+) -> str:
+    """One line for the beginning of a run: what was found, and where its activations will go."""
+    if not config.enabled:
+        return f"{_heading(models)}: off, they stay in memory"
+    found = f"{len(layers)} layers ({_ends(layers)})" if layers else "no layers that repeat"
+    where = ", ".join(str(one) for one in config.directories if config.uses_ssd)
+    return f"{_heading(models)}: {found}, {_placement(config)}{where and f', in {where}'}"
+
+
 def report_of(
     config: OffloadConfig,
     models: Sequence[torch.nn.Module],
@@ -29,15 +40,12 @@ def report_of(
     inside_graphs: bool = False,
 ) -> str:
     """What was found in the models, where activations go and what stays, as lines of text."""
-    lines = [f"activation offload of {' and '.join(type(model).__name__ for model in models)}"]
+    lines = [_heading(models)]
     if layers:
-        ends = layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
-        lines.append(f"  layers      {len(layers)}: {ends}")
+        lines.append(f"  layers      {len(layers)}: {_ends(layers)}")
     else:
         lines.append("  layers      none that repeat; name them with layers=")
-    lines.append(
-        f"  placement   {config.mode}, storages of {format_size(config.min_bytes)} and more"
-    )
+    lines.append(f"  placement   {_placement(config)}")
     if engine is not None:
         lines.append(f"  tiers       {engine.where}")
         lines += [
@@ -61,6 +69,18 @@ def report_of(
     if summary:
         lines.append(summary)
     return "\n".join(lines)
+
+
+def _heading(models: Sequence[torch.nn.Module]) -> str:
+    return f"activation offload of {' and '.join(type(model).__name__ for model in models)}"
+
+
+def _ends(layers: Sequence[str]) -> str:
+    return layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
+
+
+def _placement(config: OffloadConfig) -> str:
+    return f"{config.mode}, storages of {format_size(config.min_bytes)} and more"
 
 
 def held_again(engine: OffloadEngine) -> str:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What callbacks of trainers share: `TrainerOffload` opens with a training and closes with it.
 
-The callbacks for transformers and Lightning are made of it; it calls `offload_activations` and
-`offload_optimizer`.
+The callbacks for transformers and Lightning are made of it; it calls `offload_activations`,
+`offload_optimizer` and `offload_parameters`.
 """
 
 from __future__ import annotations
@@ -10,23 +10,46 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
+from megatron.offload.config import OffloadConfig
 from megatron.offload.integration.open_streams import OPEN
 from megatron.offload.integration.torch.door import offload_activations
 from megatron.offload.integration.torch.offload import ActivationOffload
 from megatron.offload.integration.torch.optimizer import OptimizerOffload, offload_optimizer
+from megatron.offload.integration.torch.parameter_offload import (
+    ParameterOffload,
+    offload_parameters,
+)
+from megatron.offload.integration.torch.trainer_figures import TrainerFigures
+from megatron.offload.keywords import ActivationMode, ActivationSettings
+from megatron.offload.parameters.config import ParametersConfig
+from megatron.offload.states.config import StatesConfig
 from megatron.offload.values import paths_of
 
 logger = logging.getLogger(__name__)
 
+Settings = bool | Mapping[str, Any]
 # The offload of an interrupted training, which no trainer ends at a Ctrl-C, would refuse that of
 # the next one, which usually has another callback.
 
-# Of a step's counters, those that trainers log: each as `offload/NAME`.
-LOGGED = ("offloaded_bytes", "written_bytes", "read_bytes", "stall_s", "write_wait_s")
+# Arguments of the doors that are no settings of their configs.
+_OF_DOORS = frozenset(
+    {"mode", "layers", "inside_graphs", "run_directory", "metrics_file", "directory"}
+    | {"units", "device", "weights", "in_place"}
+)
+
+
+class ActivationArguments(ActivationSettings, total=False):
+    """The keywords of `offload_activations`."""
+
+    mode: ActivationMode | None
+    layers: Iterable[str | type[torch.nn.Module]] | None
+    inside_graphs: bool
+    run_directory: str | os.PathLike[str] | None
+    metrics_file: str | os.PathLike[str] | None
 
 
 class TrainerOffload:
@@ -36,31 +59,52 @@ class TrainerOffload:
         directory: as of `offload_activations`, like everything else.
         optimizer_states: the optimizers' states move too; settings of `offload_optimizer` by name,
             which moves them to the same directory unless one is among them.
+        parameters: the same of `offload_parameters`.
         settings: of `offload_activations`, by name.
 
     Attributes:
         offload: the handle of the training under way, or of the last one.
+        others: while one is under way, the handles of parameters and optimizers, in this order.
+        figures: of that training; None before the first one.
+
+    Raises:
+        ConfigurationError: a setting has no such name or value; the directory is looked at when a
+            training begins.
     """
 
     def __init__(
         self,
         directory: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None,
         *,
-        optimizer_states: bool | Mapping[str, Any] = False,
-        **settings: Any,
+        optimizer_states: Settings = False,
+        parameters: Settings = False,
+        **settings: Unpack[ActivationArguments],
     ) -> None:
         self.offload: ActivationOffload | None = None
+        self.figures: TrainerFigures | None = None
         # As they are called now: the working directory may be another one when training begins.
         self._directory = directory = None if directory is None else paths_of(directory)
         self._settings = settings
-        self._of_states: dict[str, Any] | None = None
-        if optimizer_states is not False:
-            own = {} if optimizer_states is True else dict(optimizer_states)
-            self._of_states = {"directory": directory, **own}
-        self._optimizers: list[OptimizerOffload] = []
+        self._of_states = _given(optimizer_states, directory)
+        self._of_parameters = _given(parameters, directory)
+        _check(OffloadConfig, {"directory": directory, **settings})
+        _check(StatesConfig, self._of_states)
+        _check(ParametersConfig, self._of_parameters)
+        self.others: list[OptimizerOffload | ParameterOffload] = []
 
-    def open(self, model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Offloads this model, and ends what a training of it that failed has left open."""
+    def open(
+        self,
+        model: torch.nn.Module,
+        optimizers: Iterable[torch.optim.Optimizer],
+        device: torch.device,
+    ) -> None:
+        """Offloads this model, and ends what a training of it that failed has left open.
+
+        Args:
+            model: that is about to be trained.
+            optimizers: of its parameters.
+            device: where it computes.
+        """
         self.close()
         modules = set(model.modules())
         for other in OPEN.trainers:
@@ -72,20 +116,49 @@ class TrainerOffload:
                 )
                 other.close()
         OPEN.trainers.add(self)
+        if self._of_parameters is not None:  # before the states, which follow its units
+            self.others.append(offload_parameters(model, **self._of_parameters))
         self.offload = offload_activations(model, self._directory, **self._settings)
         if self._of_states is not None:
             for optimizer in optimizers:
-                self._optimizers.append(offload_optimizer(optimizer, **self._of_states))
+                self.others.append(offload_optimizer(optimizer, **self._of_states))
+        self.figures = TrainerFigures(device)
 
     def close(self) -> None:
         """Ends it; the handle still has its statistics and its summary."""
         OPEN.trainers.discard(self)
         if self.offload is not None:
             self.offload.close()
-        while self._optimizers:
-            self._optimizers.pop().close()
+        while self.others:
+            self.others.pop().close()
 
-    def logged(self) -> dict[str, float]:
-        """Those counters of the last step that trainers log; empty before the first."""
-        statistics = self.offload.statistics if self.offload is not None else {}
-        return {f"offload/{name}": float(statistics[name]) for name in LOGGED if name in statistics}
+    def add_micro_batch(self) -> None:
+        """Adds what the last micro-batch moved to the figures."""
+        if self.figures is not None and self.offload is not None:
+            self.figures.add(self.offload.statistics)
+
+    def opening(self) -> str:
+        """One line for the beginning of a training: what was found, and where it goes."""
+        assert self.offload is not None, "open comes first"
+        streams = (("optimizer states", self._of_states), ("parameters", self._of_parameters))
+        too = " and ".join(name for name, own in streams if own is not None)
+        return f"{self.offload.opening()}{f'; {too} too' if too else ''}"
+
+
+def _given(settings: Settings, directory: Any) -> dict[str, Any] | None:
+    """The arguments of a stream's door; None: the stream stays."""
+    if settings is False:
+        return None
+    own = {} if settings is True else dict(settings)
+    if own.get("mode") != "host" and "directories" not in own:  # a host tier takes no directory
+        own.setdefault("directory", directory)
+    return own
+
+
+def _check(config: type[OffloadConfig | StatesConfig | ParametersConfig], given: Any) -> None:
+    """Raises ConfigurationError where a door would, before data and model are there."""
+    if given is None:
+        return
+    own = {name: value for name, value in given.items() if name not in _OF_DOORS}
+    with config.speaking_of_settings():
+        config.of_door(given.get("directory"), given.get("mode"), own)
