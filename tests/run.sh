@@ -79,7 +79,7 @@ trainings() {
     local trains=() output
     if [[ " $* " == *" --slow "* || " $* " == *" --rare "* ]]; then trains=(--ignore=tests/unit); fi
     output="$(mktemp)"
-    "${run[@]}" "$@" "${trains[@]}" --ignore=tests/autograd --ignore=tests/behaviour \
+    "${run[@]}" "$@" "${trains[@]}" --ignore=tests/autograd --ignore=tests/behaviour --ignore=tests/frozen \
         --ignore=tests/lag --ignore-glob='tests/megatron/test_[r-z]*' \
         --ignore-glob='tests/integrations/test_t[p-z]*' \
         --ignore-glob='tests/integrations/test_torch_[!d]*' | tee "$output" ||

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from megatron.offload.integration.huggingface.callback import OffloadCallback
     from megatron.offload.integration.torch.door import offload_activations
+    from megatron.offload.integration.torch.frozen_features import cache_frozen
     from megatron.offload.integration.torch.layer_major import LayerMajor
     from megatron.offload.integration.torch.offload_model import offload
     from megatron.offload.integration.torch.optimizer import offload_optimizer
@@ -48,6 +49,7 @@ __all__ = [
     "Policy",
     "Scope",
     "StorageError",
+    "cache_frozen",
     "offload",
     "offload_activations",
     "offload_optimizer",
@@ -71,6 +73,7 @@ _FILES = {
     "Policy": "activations.placement.policy",
     "Scope": "activations.saved.scope",
     "StorageError": "errors",
+    "cache_frozen": "integration.torch.frozen_features",
     "offload": "integration.torch.offload_model",
     "offload_activations": "integration.torch.door",
     "offload_optimizer": "integration.torch.optimizer",

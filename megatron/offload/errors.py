@@ -2,8 +2,8 @@
 """What can go wrong, as types. Raised by every room, caught by integrations and by users.
 
 A message is one sentence: `activation offload: <what happened>; <what was expected>; <what to do>`,
-and begins with `optimizer states:`, `parameters:`, `gradients:` or `layer-major steps:` where it is
-about these.
+and begins with `optimizer states:`, `parameters:`, `gradients:`, `frozen features:` or
+`layer-major steps:` where it is about these.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ STATES_PREFIX = "optimizer states: "
 STEPS_PREFIX = "layer-major steps: "
 PARAMETERS_PREFIX = "parameters: "
 GRADIENTS_PREFIX = "gradients: "
-_PREFIXES = (PREFIX, STATES_PREFIX, STEPS_PREFIX, PARAMETERS_PREFIX, GRADIENTS_PREFIX)
+FEATURES_PREFIX = "frozen features: "
+_PREFIXES = (
+    PREFIX,
+    STATES_PREFIX,
+    STEPS_PREFIX,
+    PARAMETERS_PREFIX,
+    GRADIENTS_PREFIX,
+    FEATURES_PREFIX,
+)
 
 
 class OffloadError(RuntimeError):

@@ -135,6 +135,8 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     (r"tools/bench/hooks\.py", "needs: minutes"),
     (r"tools/bench/replay\.py", "needs: minutes"),
     (r"tools/bench/long\.py", "needs: 14 minutes"),
+    (r"tools/bench/frozen\.py",
+     "tests/integrations/test_bench_frozen.py::test_a_small_measurement"),
     (r"tools/bench/judged_codecs\.py",
      "tests/integrations/test_judged_codecs.py::test_a_small_measurement"),
     (r"tools/bench/codecs\.py",

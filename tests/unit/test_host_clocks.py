@@ -29,6 +29,7 @@ ALLOWED = {
     "commands/training_runs/trainer.py": "how long it waits for another process",
     "commands/tune/runs.py": "how long another process ran",
     "device/cpu.py": "operations that are done when they return: the clock of a CPU",
+    "frozen/store.py": "how old a file is",
     "integration/gloo.py": "how long threads may take to fall asleep",
     "integration/training_steps.py": "wall time, in which drives wear",
     "planner/profile/pass_trace.py": "the moment at which both clocks meet",

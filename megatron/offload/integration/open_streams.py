@@ -57,6 +57,7 @@ class OpenStreams:
         activations: handles of `offload_activations`.
         parameters: windows of parameters, of whatever models.
         trainers: callbacks in a training.
+        frozen: handles of `cache_frozen`.
         steps: how an optimizer steps whose `step` was replaced.
     """
 
@@ -64,6 +65,7 @@ class OpenStreams:
         self.activations: Open[Any] = Open()
         self.parameters: Open[ParameterWindow] = Open()
         self.trainers: Open[Any] = Open()
+        self.frozen: Open[Any] = Open()
         self.steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepBy] = (
             weakref.WeakKeyDictionary()
         )

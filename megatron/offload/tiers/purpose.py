@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.offload.errors import (
+    FEATURES_PREFIX,
     PARAMETERS_PREFIX,
     PREFIX,
     STATES_PREFIX,
@@ -66,4 +67,10 @@ PARAMETERS = Purpose(
     "--parameter-offload-",
     _ALWAYS,
     in_pages=True,
+)
+FEATURES = Purpose(
+    FEATURES_PREFIX,
+    "the frozen features",
+    "",  # they have settings only
+    "",
 )

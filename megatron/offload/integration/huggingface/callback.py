@@ -39,7 +39,8 @@ class OffloadCallback(TrainerOffload, TrainerCallback):
 
     It takes what `offload_activations` takes; with `optimizer_states=True` the optimizer's states
     move as well, or with a dict of `offload_optimizer`'s settings, with `parameters=True` or a dict
-    of `offload_parameters`' the parameters of layers. Log lines get `offload/offloaded_gib`,
+    of `offload_parameters`' the parameters of layers; with `frozen_cache="/mnt/nvme0/features"`
+    frozen parts are computed once (`cache_frozen`). Log lines get `offload/offloaded_gib`,
     `offload/stall_s`, `offload/peak_activation_gib` and others, see `TrainerFigures.take`: of the
     optimizer steps since the last line, all micro-batches of a step together. All reporters of the
     Trainer get them, its log history and what it prints. A line at the beginning and one at the
@@ -86,6 +87,12 @@ class OffloadCallback(TrainerOffload, TrainerCallback):
         if self.figures is not None:
             self.figures.end_step()
 
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Says so if a cache of frozen parts has found nothing in the epoch."""
+        self.end_epoch()
+
     def on_log(
         self,
         args: TrainingArguments,
@@ -111,6 +118,8 @@ class OffloadCallback(TrainerOffload, TrainerCallback):
             _say(self.figures.closing(), args, state)
             if state.is_world_process_zero:
                 logger.info("%s", self.offload.summary())
+            if self.frozen is not None and state.is_world_process_zero:
+                logger.info("%s", self.frozen.report())
 
     def _come_first(self) -> None:
         """See Note [The first of the callbacks]."""

@@ -21,8 +21,9 @@ class OffloadCallback(TrainerOffload, Callback):
 
     It takes what `offload_activations` takes; with `optimizer_states=True` the optimizers' states
     move as well, or with a dict of `offload_optimizer`'s settings, with `parameters=True` or a dict
-    of `offload_parameters`' the parameters of layers. The modules that `training_step` calls are
-    the models: attributes of the LightningModule. Each training batch is logged as
+    of `offload_parameters`' the parameters of layers; with `frozen_cache="/mnt/nvme0/features"`
+    frozen parts are computed once (`cache_frozen`). The modules that `training_step` calls are the
+    models: attributes of the LightningModule. Each training batch is logged as
     `offload/offloaded_gib`, `offload/stall_s`, `offload/peak_activation_gib` and so on, see
     `TrainerFigures.take`. A line at the beginning and one at the end, in Lightning's own log, say
     what was found and what it came to.
@@ -55,6 +56,10 @@ class OffloadCallback(TrainerOffload, Callback):
             for name, value in self.figures.take().items():
                 pl_module.log(name, value)
 
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Says so if a cache of frozen parts has found nothing in the epoch."""
+        self.end_epoch()
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ends offload, before the Trainer moves optimizers' states, and says what moved."""
         self.close()
@@ -62,6 +67,8 @@ class OffloadCallback(TrainerOffload, Callback):
             rank_zero_info(self.figures.closing())
             if trainer.is_global_zero:
                 logger.info("%s", self.offload.summary())
+            if self.frozen is not None and trainer.is_global_zero:
+                logger.info("%s", self.frozen.report())
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException

@@ -2,7 +2,8 @@
 """What callbacks of trainers share: `TrainerOffload` opens with a training and closes with it.
 
 The callbacks for transformers and Lightning are made of it; it calls `offload_activations`,
-`offload_optimizer` and `offload_parameters`.
+The callbacks for transformers and Lightning are made of it; it calls `offload_activations`,
+`offload_optimizer`, `offload_parameters` and `cache_frozen`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from megatron.offload.config import OffloadConfig
 from megatron.offload.integration.open_streams import OPEN
 from megatron.offload.integration.torch.door import offload_activations
+from megatron.offload.integration.torch.frozen_features import FrozenFeatures, cache_frozen
 from megatron.offload.integration.torch.offload import ActivationOffload
 from megatron.offload.integration.torch.optimizer import OptimizerOffload, offload_optimizer
 from megatron.offload.integration.torch.parameter_offload import (
@@ -27,7 +29,7 @@ from megatron.offload.integration.torch.trainer_figures import TrainerFigures
 from megatron.offload.keywords import ActivationMode, ActivationSettings
 from megatron.offload.parameters.config import ParametersConfig
 from megatron.offload.states.config import StatesConfig
-from megatron.offload.values import paths_of
+from megatron.offload.values import parse_path, paths_of
 
 logger = logging.getLogger(__name__)
 
@@ -60,12 +62,15 @@ class TrainerOffload:
         optimizer_states: the optimizers' states move too; settings of `offload_optimizer` by name,
             which moves them to the same directory unless one is among them.
         parameters: the same of `offload_parameters`.
+        frozen_cache: a directory of `cache_frozen`, or its settings by name, `directory` among
+            them; None: frozen parts are computed in every epoch.
         settings: of `offload_activations`, by name.
 
     Attributes:
         offload: the handle of the training under way, or of the last one.
         others: while one is under way, the handles of parameters and optimizers, in this order.
         figures: of that training; None before the first one.
+        frozen: the handle of `cache_frozen`, likewise.
 
     Raises:
         ConfigurationError: a setting has no such name or value; the directory is looked at when a
@@ -78,15 +83,23 @@ class TrainerOffload:
         *,
         optimizer_states: Settings = False,
         parameters: Settings = False,
+        frozen_cache: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         **settings: Unpack[ActivationArguments],
     ) -> None:
         self.offload: ActivationOffload | None = None
+        self.frozen: FrozenFeatures | None = None
         self.figures: TrainerFigures | None = None
         # As they are called now: the working directory may be another one when training begins.
         self._directory = directory = None if directory is None else paths_of(directory)
         self._settings = settings
         self._of_states = _given(optimizer_states, directory)
         self._of_parameters = _given(parameters, directory)
+        self._of_frozen: dict[str, Any] | None = None
+        if frozen_cache is not None:
+            if not isinstance(frozen_cache, Mapping):
+                frozen_cache = {"directory": frozen_cache}
+            place = parse_path(frozen_cache.get("directory"))
+            self._of_frozen = {**frozen_cache, "directory": place}
         _check(OffloadConfig, {"directory": directory, **settings})
         _check(StatesConfig, self._of_states)
         _check(ParametersConfig, self._of_parameters)
@@ -118,6 +131,8 @@ class TrainerOffload:
         OPEN.trainers.add(self)
         if self._of_parameters is not None:  # before the states, which follow its units
             self.others.append(offload_parameters(model, **self._of_parameters))
+        if self._of_frozen is not None:
+            self.frozen = cache_frozen(model, **self._of_frozen)
         self.offload = offload_activations(model, self._directory, **self._settings)
         if self._of_states is not None:
             for optimizer in optimizers:
@@ -129,6 +144,8 @@ class TrainerOffload:
         OPEN.trainers.discard(self)
         if self.offload is not None:
             self.offload.close()
+        if self.frozen is not None:
+            self.frozen.close()
         while self.others:
             self.others.pop().close()
 
@@ -136,6 +153,11 @@ class TrainerOffload:
         """Adds what the last micro-batch moved to the figures."""
         if self.figures is not None and self.offload is not None:
             self.figures.add(self.offload.statistics)
+
+    def end_epoch(self) -> None:
+        """Says so if no row of the epoch was found; see `FrozenFeatures.end_epoch`."""
+        if self.frozen is not None:
+            self.frozen.end_epoch()
 
     def opening(self) -> str:
         """One line for the beginning of a training: what was found, and where it goes."""

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Digests of what goes into a frozen part: rows of tensors, weights, what else changes bits.
+
+BLAKE2b of 160 bits, so two inputs do not meet by accident. Tensors on an accelerator are copied to
+the host for it, which waits for the device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DIGEST_BYTES = 20
+_THREADS = 4  # for the weights, once a run
+_CONSTANTS = (bool, int, float, str)
+
+
+def digest_of(*parts: bytes | memoryview) -> bytes:
+    """Of several byte strings, which cannot be taken for others of the same bytes."""
+    state = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for part in parts:
+        state.update(len(part).to_bytes(8, "little"))
+        state.update(part)
+    return state.digest()
+
+
+def json_bytes(value: Any) -> bytes:
+    """The one JSON text of a value, for a digest."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The values of a tensor in their logical order, in host memory. It waits for a device."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    values: Any = flat.view(torch.uint8).numpy()
+    return memoryview(values)
+
+
+def row_digests(tensor: torch.Tensor, num_rows: int, *, by_rows: bool) -> list[bytes]:
+    """One digest for each row of a call.
+
+    Args:
+        tensor: an argument.
+        num_rows: of the call.
+        by_rows: its first dimension is that of the rows; else all of it goes into each digest.
+    """
+    values = bytes_of(tensor)
+    if not by_rows:
+        return [digest_of(values)] * num_rows
+    size = len(values) // num_rows
+    return [digest_of(values[row * size : (row + 1) * size]) for row in range(num_rows)]
+
+
+def layout_of(tensor: torch.Tensor) -> list[Any]:
+    """What of a tensor, beside its values, may choose a kernel."""
+    dtype, device = str(tensor.dtype), tensor.device.type
+    return [dtype, device, list(tensor.shape), list(tensor.stride())]
+
+
+def tensors_digest(tensors: Sequence[torch.Tensor]) -> bytes:
+    """Of the values and layouts of weights and buffers."""
+
+    def one(tensor: torch.Tensor) -> bytes:
+        return digest_of(json_bytes(layout_of(tensor)), bytes_of(tensor))
+
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="frozen-weights") as threads:
+        return digest_of(*threads.map(one, tensors))
+
+
+def environment(device: torch.device, classes: Iterable[type]) -> list[Any]:
+    """What changes bits and is no argument: versions, code, the machine.
+
+    Args:
+        device: that computes.
+        classes: of the modules, and what they derive from.
+    """
+    names = {one.__module__ for one in classes}
+    versions = {
+        name: str(getattr(sys.modules.get(name), "__version__", ""))
+        for name in sorted({"torch", *(one.partition(".")[0] for one in names)})
+    }
+    code = sorted({_code_of(one) for one in classes})
+    if device.type == "cpu":
+        machine = [torch.backends.cpu.get_cpu_capability(), os.environ.get("MKL_CBWR", "")]
+    else:
+        module: Any = torch.get_device_module(device)
+        machine = [str(module.get_device_name(device))]
+    return [versions, code, device.type, machine]
+
+
+def _code_of(kind: type) -> str:
+    """A digest of the file that a class is written in, or of its functions where there is none."""
+    path = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    try:
+        if path is not None:
+            return digest_of(Path(path).read_bytes()).hex()
+    except OSError:
+        pass
+    functions = (getattr(one, "__code__", None) for one in vars(kind).values())
+    told = [
+        [one.co_code.hex(), one.co_names, [str(x) for x in one.co_consts if type(x) in _CONSTANTS]]
+        for one in functions
+        if one is not None
+    ]
+    return digest_of(json_bytes(told)).hex()
+
+
+def switches(device: torch.device) -> list[Any]:
+    """What of the environment may be another one in each pass."""
+    kind = device.type
+    autocast = torch.is_autocast_enabled(kind) and str(torch.get_autocast_dtype(kind))
+    matmul: Any = torch.backends.cuda.matmul
+    return [
+        autocast,
+        torch.is_grad_enabled(),
+        str(torch.get_default_dtype()),
+        torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.mkldnn.enabled,
+        torch.backends.cudnn.allow_tf32,
+        matmul.allow_fp16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction,
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+    ]
