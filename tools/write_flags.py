@@ -95,6 +95,7 @@ _STREAMS = {
     ),
     "Layer-major steps": _Stream(LayerMajorConfig, "LayerMajor(model, ...)", ""),
 }
+_METHODS = {"--layer-major-eval": "LayerMajor.evaluate(batches, fn)"}  # what no keyword is for
 _DEFAULT = re.compile(r"\s*Default: (.+?)\.(?=\s|$)")
 
 
@@ -124,7 +125,8 @@ def _row(action: Any, settings: type[Settings]) -> str:
     meaning = meaning[0].upper() + meaning[1:]
     values = "{" + ",".join(action.choices) + "}" if action.choices else action.metavar
     flag = action.option_strings[0]
-    cells = (f"`{flag} {values}`", f"`{settings.in_settings(flag)}`", default, meaning)
+    in_python = _METHODS.get(flag, settings.in_settings(flag))
+    cells = (f"`{flag} {values}`", f"`{in_python}`", default, meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.offload import ConfigurationError, OffloadError, cache_frozen
+from megatron.offload import ConfigurationError, OffloadError, cache_frozen, offload_parameters
 from megatron.offload.integration.torch.skipped import SkippedTensor
 from tests.support.frozen_training import BATCH, TOKENS, Batch, hits_of, llama, rows_of_text, train
 from tests.support.full_disk import one_warning_about
@@ -727,3 +727,24 @@ def test_what_a_model_computes_between_layers_counts(
     cached = train(models[1], rows, tmp_path, loss_of=torch.sum)
     assert cached.same_as(kept) and cached.hits == [0, 0]
     one_warning_about("its modules get tensors that want gradients", caplog)
+
+
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_weights_that_are_offloaded_are_not_in_keys(comes_first: bool, tmp_path: Path) -> None:
+    """They are not there to be looked at: refused, or computed where they leave later."""
+    model = llama()
+    batch = one_batch()
+    expected = model(**batch).loss
+    (tmp_path / "parameters").mkdir()
+    (tmp_path / "features").mkdir()
+    if comes_first:
+        refused = pytest.raises(ConfigurationError, match="keep frozen parts")
+        with offload_parameters(model, tmp_path / "parameters"), refused:
+            cache_frozen(model, tmp_path / "features")
+        return
+    with cache_frozen(model, tmp_path / "features") as features:
+        with offload_parameters(model, tmp_path / "parameters"):
+            for _ in range(2):
+                assert torch.equal(model(**batch).loss, expected)
+        assert "a weight in it is offloaded" in features.report()
+        assert features.statistics["hit_rows"] == features.statistics["stored_bytes"] == 0

@@ -256,6 +256,12 @@ STEPS = (
         "--activation-offload host --activation-boundary host",
         "is for what waits between the units of --layer-major-units",
     ),
+    Row("--layer-major-eval on", "is for the units of --layer-major-units"),
+    Row(
+        f"{UNITS} {TP2} --sequence-parallel --layer-major-eval on",
+        "--layer-major-eval on cannot be combined with --sequence-parallel",
+        2,
+    ),
     Row("--layer-major-units 0", "'0' is neither off, auto nor a number of units"),
     Row(UNITS, "megatron-core 0.99.0 is not supported", patches=OTHER_VERSION),
 )

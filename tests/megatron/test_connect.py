@@ -73,11 +73,13 @@ def test_off_touches_nothing() -> None:
     offload.close()
 
 
-def test_a_pass_that_no_backward_follows_is_megatrons_own() -> None:
+def test_a_pass_that_no_backward_follows_is_an_evaluation_s() -> None:
     """Only the pass that comes next, and only where the schedule has said it."""
     step = decorators.around_forward_step(lambda: "Megatron's")
     check = decorators.around_first_val_step(schedules.check_first_val_step)
-    hooks: Any = SimpleNamespace(forward_step=lambda *_: "ours")
+    hooks: Any = SimpleNamespace(
+        forward_step=lambda *_: "ours", evaluation_step=lambda step, args, kwargs: step()
+    )
     decorators.connect(hooks)
     try:
         assert step() == "ours"

@@ -200,3 +200,33 @@ def test_states_move_beside(tmp_path: Path) -> None:
     in_units = train(flags, ssd(tmp_path), states, UNITS)
     assert_same_bits(in_units, train_once(flags), STEPS)
     assert in_units.metrics[-1]["states"]["read_bytes"] > 0
+
+
+EVALUATED = {
+    "fp32": (1, ""),
+    "MoE": (1, MOE),
+    "TP2": (2, "--tensor-model-parallel-size 2"),
+}
+
+
+@pytest.mark.slow(but="fp32")
+@pytest.mark.parametrize("layout", EVALUATED)
+def test_evaluation_in_units_has_the_same_losses_and_reads_each_unit_once(
+    layout: str, tmp_path: Path
+) -> None:
+    """Dropout is off in it; steps before and behind it have their own bits."""
+    world_size, flags = EVALUATED[layout]
+    flags = (
+        f"{UNTIED} {flags} --layer-major-units auto --train-iters 3 --eval-iters 2 "
+        f"--eval-interval 1 --parameter-offload ssd --parameter-offload-dir {tmp_path}"
+    )
+    usual = train(flags, world_size=world_size)
+    in_units = train(flags, "--layer-major-eval on", world_size=world_size)
+    assert_same_bits(in_units, usual, 3)
+    theirs, mine = (
+        [line for line in one.output.splitlines() if "validation at step" in line]
+        for one in (usual, in_units)
+    )
+    assert mine == theirs and len(mine) >= 2
+    read = [one.metrics[-1]["parameters"]["read_bytes"] for one in (usual, in_units)]
+    assert 0 < read[1] < 0.7 * read[0]

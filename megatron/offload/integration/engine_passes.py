@@ -19,7 +19,7 @@ from megatron.offload.planner.profile.profiler import Profiler
 
 
 class EnginePasses:
-    """Tells an engine of passes: a `layer_major.schedule.UnitPasses`.
+    """Tells an engine of passes: a `layer_major.unit_passes.UnitPasses`.
 
     Args:
         engine: None: nothing is offloaded.

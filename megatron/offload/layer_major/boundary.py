@@ -7,6 +7,7 @@ them. Without a boundary all of them stay in memory.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Protocol
 
 import torch
@@ -56,15 +57,19 @@ class HiddenStates:
     """What one forward pass hands from unit to unit, while it pauses.
 
     Only what a graph has made can leave: the model's inputs, masks and tables, which micro-batches
-    may share, have none. A tensor with a graph that they share all the same is found by the next
-    one that takes it, and refused.
+    may share, have none. Without graphs it is what the layer before has not taken: masks and tables
+    go to all layers. A tensor that micro-batches share all the same is found by the next one that
+    takes it, and refused.
 
     Args:
         boundary: None: they stay.
+        has_graphs: the pass makes a graph.
     """
 
-    def __init__(self, boundary: Boundary | None) -> None:
+    def __init__(self, boundary: Boundary | None, *, has_graphs: bool = True) -> None:
         self._boundary = boundary
+        self._has_graphs = has_graphs
+        self._taken: list[weakref.ref[torch.Tensor]] = []  # by the layer before
         self._waiting: list[Any] = []
         self._held: list[Any] = []  # see `Boundary.fill`
 
@@ -72,7 +77,8 @@ class HiddenStates:
         """The pass pauses before a layer with these arguments."""
         if self._boundary is None:
             return
-        tensors = {id(one): one for one in _with_graph(arguments)}
+        stays = {id(one()) for one in self._taken}
+        tensors = {id(one): one for one in self._moving(arguments) if id(one) not in stays}
         left = [self._boundary.empty(one, scope) for one in tensors.values()]
         self._waiting = [one for one in left if one is not None]
         self._held = []
@@ -93,13 +99,23 @@ class HiddenStates:
     def check(self, arguments: Any) -> None:
         """Raises ConfigurationError if a layer is about to take what another micro-batch has put
         away."""
-        if self._boundary is not None and any(map(self._boundary.is_empty, _with_graph(arguments))):
+        boundary = self._boundary
+        if boundary is not None and any(map(boundary.is_empty, self._moving(arguments))):
+            what = "a tensor with a gradient" if self._has_graphs else "a tensor"
             raise refusal(
-                "a layer takes a tensor with a gradient that another micro-batch has as well, and "
-                "that waits outside of memory; use --activation-boundary keep"
+                f"a layer takes {what} that another micro-batch has as well, and that waits "
+                "outside of memory; use --activation-boundary keep"
             )
 
+    def note_taken(self, arguments: Any) -> None:
+        """A layer takes these; the pass makes no graph."""
+        if self._boundary is not None:
+            self._taken = [weakref.ref(one) for one in self._moving(arguments)]
 
-def _with_graph(values: Any) -> list[torch.Tensor]:
-    leaves = tree_leaves(values)
-    return [x for x in leaves if isinstance(x, torch.Tensor) and x.grad_fn is not None]
+    def _moving(self, arguments: Any) -> list[torch.Tensor]:
+        """What could leave: with a graph, or any result of an operation where there are none."""
+        tensors = [one for one in tree_leaves(arguments) if isinstance(one, torch.Tensor)]
+        if self._has_graphs:
+            return [one for one in tensors if one.grad_fn is not None]
+        results = [one for one in tensors if not one.requires_grad and not one.is_inference()]
+        return [one for one in results if one.is_floating_point()]  # others have no NaN

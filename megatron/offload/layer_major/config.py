@@ -40,11 +40,24 @@ class LayerMajorConfig(Settings):
         "something from one micro-batch to the next (BatchNorm's running means) see them in it.",
         choices=("ascending", "alternating"),
     )
+    evaluation: str = flag(
+        "--layer-major-eval",
+        "off",
+        "on: evaluation too runs each unit for all micro-batches of an iteration before the next, "
+        "so parameters that are offloaded are read once for all of them. Results are "
+        "bit-identical. Hidden states wait in memory.",
+        choices=("off", "on"),
+    )
 
     @property
     def enabled(self) -> bool:
         """Whether steps are layer-major."""
         return self.units != "off"
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether evaluation runs unit by unit as well."""
+        return self.evaluation == "on"
 
     @property
     def num_units(self) -> int | None:

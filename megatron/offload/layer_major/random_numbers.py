@@ -115,6 +115,12 @@ class RandomNumbers:
         """A step begins."""
         self._others_before = self.others.states()
 
+    def has_drawn(self, begin: dict[str, torch.Tensor], now: dict[str, torch.Tensor]) -> bool:
+        """Whether a number was drawn since `begin` was called, when states were these."""
+        if any(not torch.equal(one, now[name]) for name, one in begin.items()):
+            return True
+        return self.others.states() != self._others_before
+
     def check_others(self) -> bool:
         """Whether the step has drawn none that are not counted. If it has, the next one counts
         again; that is logged once."""

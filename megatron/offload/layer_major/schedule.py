@@ -20,6 +20,14 @@ the same order too. If it runs again in backward it meets all of them before the
 With `alternates` every second unit goes through the micro-batches backwards, so that what a unit
 has just handed over is used next. Sums are added in that order, and what layers keep over
 micro-batches, with all that depends on it, is of that order.
+
+Note [Evaluation in units]
+`evaluate` runs forward passes whose graphs are not needed, so nothing is cut, and a pass may run
+layers in any order and as often as it likes: each pauses where it comes to another unit, and that
+unit's turn is for all passes that wait for it. A turn takes them in ascending order, so what layers
+keep from one batch to the next is as without units. Most evaluations draw no random numbers. Where
+one does, each pass goes on alone from there to its end, in ascending order, which draws the same
+ones; numbers that are drawn behind the last layers cost nothing more.
 """
 
 from __future__ import annotations
@@ -27,54 +35,24 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.errors import STEPS_PREFIX
-from megatron.offload.layer_major.boundary import AHEAD, Boundary, HiddenStates
+from megatron.offload.layer_major.boundary import AHEAD
 from megatron.offload.layer_major.config import refusal
-from megatron.offload.layer_major.graph_cuts import GraphCuts
+from megatron.offload.layer_major.micro_batch import MicroBatch
 from megatron.offload.layer_major.order import micro_batch_order
 from megatron.offload.layer_major.other_numbers import OtherNumbers
-from megatron.offload.layer_major.pausable_call import PausableCall, running_call
+from megatron.offload.layer_major.pausable_call import running_call
 from megatron.offload.layer_major.random_numbers import Generators, RandomNumbers
+from megatron.offload.layer_major.unit_passes import UnitPasses
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_Context = contextlib.AbstractContextManager[Any]
-
-
-class UnitPasses(Protocol):
-    """What is around the passes of a micro-batch through a unit; `LayerMajorSchedule` enters it."""
-
-    @property
-    def boundary(self) -> Boundary | None:
-        """Where tensors wait between two units; None: in memory."""
-        ...
-
-    def forward(self, unit: int, micro_batch: int, *, is_last: bool) -> _Context:
-        """Around a forward pass; after the last one another unit comes next."""
-        ...
-
-    def whole_forward(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
-        """Around the forward passes of a micro-batch through all units, in their thread.
-
-        Entered once per micro-batch, because saved-tensor hooks are a per-thread stack and a pause
-        may happen inside a checkpoint's hooks. That thread calls what it yields before each pause.
-        """
-        ...
-
-    def backward(self, unit: int, micro_batch: int, *, is_last: bool) -> _Context:
-        """Around a backward pass; the last one of its unit completes the unit's gradients."""
-        ...
-
-    def prepare_backward(self, unit: int, micro_batch: int) -> None:
-        """The next backward pass is this one."""
-        ...
 
 
 class LayerMajorSchedule:
@@ -109,7 +87,7 @@ class LayerMajorSchedule:
         self._alternates = alternates
         self._on_any_rank = on_any_rank
         self._has_warned = False
-        self._under_way: dict[int, _MicroBatch[Any]] = {}  # by the address of their calls
+        self._under_way: dict[int, MicroBatch[Any]] = {}  # by the address of their calls
 
     def run(
         self,
@@ -132,7 +110,7 @@ class LayerMajorSchedule:
         starts = None if counts else self._random.starts()
         self._random.begin()
         batches = [
-            _MicroBatch(n, f, passes, self._device, self.num_units) for n, f in enumerate(forwards)
+            MicroBatch(n, f, passes, self._device, self.num_units) for n, f in enumerate(forwards)
         ]
         try:
             results = self._run_forwards(batches, starts, backward)
@@ -145,6 +123,29 @@ class LayerMajorSchedule:
             self._under_way.clear()
         return results
 
+    def evaluate(self, forwards: Sequence[Callable[[], T]], passes: UnitPasses) -> list[T]:
+        """Runs forward passes without gradients; returns what they gave.
+
+        Args:
+            forwards: of each batch: runs the model and gives a result.
+            passes: what is around each pass.
+
+        Raises:
+            ConfigurationError: a pass has drawn random numbers before one that comes first.
+        """
+        with torch.no_grad():
+            batches = [
+                MicroBatch(n, f, passes, self._device, self.num_units, evaluates=True)
+                for n, f in enumerate(forwards)
+            ]
+        try:
+            self._evaluate(batches)
+            return [one.call.take_result() for one in batches]
+        finally:
+            for one in batches:
+                one.call.abandon()
+            self._under_way.clear()
+
     def enter_layer(self, layer: Hashable, arguments: T) -> T:
         """Call before a layer runs: waits for its unit's turn; returns the arguments to run with.
 
@@ -155,6 +156,9 @@ class LayerMajorSchedule:
         unit, call = self._units.get(layer), running_call()
         batch = self._under_way.get(id(call))
         if unit is None or batch is None:
+            return arguments
+        if batch.evaluates:
+            batch.enter_unit(unit, arguments)
             return arguments
         if not torch.is_grad_enabled():
             batch.hides_layers = True
@@ -171,7 +175,7 @@ class LayerMajorSchedule:
 
     def _run_forwards(
         self,
-        batches: list[_MicroBatch[T]],
+        batches: list[MicroBatch[T]],
         starts: Sequence[dict[str, torch.Tensor]] | None,
         backward: Callable[[T], None],
     ) -> list[T]:
@@ -179,7 +183,7 @@ class LayerMajorSchedule:
         last = self.num_units - 1
         results: dict[int, T] = {}
 
-        def run_last(batch: _MicroBatch[T], *, is_last: bool) -> None:
+        def run_last(batch: MicroBatch[T], *, is_last: bool) -> None:
             self._forward(batch, last, is_last=is_last)
             result = results[batch.number] = batch.call.take_result()
             batch.cuts.check(last, _nodes_of(result))
@@ -214,23 +218,27 @@ class LayerMajorSchedule:
         self._random.generators.set_states(batches[-1].random)
         return [results[one.number] for one in batches]
 
-    def _forward(self, batch: _MicroBatch[Any], unit: int, *, is_last: bool) -> None:
+    def _forward(self, batch: MicroBatch[Any], unit: int, *, is_last: bool) -> None:
         """Runs a micro-batch through a unit."""
-        generators = self._random.generators
-        with batch.passes.forward(unit, batch.number, is_last=is_last):
-            generators.set_states(batch.random)
-            self._under_way[id(batch.call)] = batch
-            has_ended = batch.call.go_on()
-            batch.random = generators.states()
-        if has_ended != (unit == self.num_units - 1):
+        self._go_on(batch, unit, is_last=is_last)
+        if batch.has_ended != (unit == self.num_units - 1):
             raise refusal(
                 f"the forward pass of micro-batch {batch.number} ended in unit {batch.unit + 1} of "
                 f"{self.num_units}: a layer-major step needs models that run their layers with "
                 "gradients, and checkpoints with use_reentrant=False"
             )
 
+    def _go_on(self, batch: MicroBatch[Any], unit: int, *, is_last: bool) -> None:
+        """Runs a forward pass up to its next pause, or to its end."""
+        generators = self._random.generators
+        with batch.passes.forward(unit, batch.number, is_last=is_last):
+            generators.set_states(batch.random)
+            self._under_way[id(batch.call)] = batch
+            batch.has_ended = batch.call.go_on()
+            batch.random = generators.states()
+
     def _check_random(
-        self, batches: Sequence[_MicroBatch[Any]], starts: Sequence[dict[str, torch.Tensor]]
+        self, batches: Sequence[MicroBatch[Any]], starts: Sequence[dict[str, torch.Tensor]]
     ) -> None:
         """Whether each micro-batch has begun where the one before has ended."""
         self._random.check_others()
@@ -247,9 +255,56 @@ class LayerMajorSchedule:
                     )
                 return
 
+    # -- Evaluation, see Note [Evaluation in units] ---------------------------------------------
+
+    def _evaluate(self, batches: Sequence[MicroBatch[Any]]) -> None:
+        """Takes turns until all passes have ended, or one has drawn a random number."""
+        begin = self._random.generators.states()
+        self._random.begin()
+        for batch in batches:
+            batch.random = begin
+        left, unit = list(batches), 0
+        while left:
+            turn = [one for one in left if one.unit == unit]
+            for batch in turn:
+                coming = [*turn[turn.index(batch) + 1 :], *left]
+                self._announce(left, [(unit, one) for one in coming if not one.has_ended])
+                self._go_on(batch, unit, is_last=batch is turn[-1])
+                if self._random.has_drawn(begin, batch.random):
+                    self._evaluate_alone(left, batch, begin)
+                    return
+            left = [one for one in left if not one.has_ended]
+            if left:  # the next unit that a pass waits for, after the last one the first
+                unit += 1 + min((one.unit - unit - 1) % self.num_units for one in left)
+                unit %= self.num_units
+
+    def _evaluate_alone(
+        self,
+        left: Sequence[MicroBatch[Any]],
+        drawing: MicroBatch[Any],
+        begin: dict[str, torch.Tensor],
+    ) -> None:
+        """Runs each pass to its end before the next one goes on: one has drawn random numbers."""
+        self._announce(left, [])
+        generators, has_drawn = self._random.generators, False
+        for batch in left:
+            self._random.begin()
+            if has_drawn:
+                batch.random = generators.states()
+            has_drawn |= batch is drawing
+            while not batch.has_ended:
+                self._go_on(batch, batch.unit, is_last=True)
+            generators.set_states(batch.random)
+            if not has_drawn and self._random.has_drawn(begin, batch.random):
+                raise refusal(
+                    f"evaluation: batch {drawing.number} has drawn random numbers in an earlier "
+                    f"unit than batch {batch.number}, which comes first and would have drawn them; "
+                    "run these batches one after the other, without LayerMajor"
+                )
+
     # -- Backward -------------------------------------------------------------------------------
 
-    def _run_backwards(self, batches: Sequence[_MicroBatch[Any]], unit: int, turn: int) -> None:
+    def _run_backwards(self, batches: Sequence[MicroBatch[Any]], unit: int, turn: int) -> None:
         """Backward of a unit that is not the last one, for all micro-batches."""
         of_step = sorted(batches, key=lambda one: one.number)
         batches = [one for one in batches if one.cuts.has_gradients(unit)]
@@ -263,87 +318,26 @@ class LayerMajorSchedule:
             del roots, gradients
             batch.end_backward()
 
-    def _look_ahead(self, batches: Sequence[_MicroBatch[Any]], turn: int, micro_batch: int) -> None:
+    def _look_ahead(self, batches: Sequence[MicroBatch[Any]], turn: int, micro_batch: int) -> None:
         """A micro-batch runs in a turn: reads what the next ones need."""
         orders = [(s, n) for s in (turn, turn + 1) for n in self._order(s, len(batches))]
         begin = orders.index((turn, micro_batch)) + 1
+        self._announce(batches, [(then, batches[number]) for then, number in orders[begin:]])
+
+    def _announce(
+        self,
+        batches: Iterable[MicroBatch[Any]],
+        coming: Sequence[tuple[int, MicroBatch[Any]]],
+    ) -> None:
+        """Whose turns come next, and which turns: reads what the first of them need."""
         for batch in batches:
             batch.is_next = False
-        for then, number in orders[begin : begin + AHEAD]:
-            batches[number].is_next = True
-            batches[number].read_ahead(then, self.num_units)
+        for then, batch in coming[:AHEAD]:
+            batch.is_next = True
+            batch.read_ahead(then, self.num_units)
 
     def _order(self, turn: int, num_micro_batches: int) -> Sequence[int]:
         return micro_batch_order(turn, num_micro_batches, alternates=self._alternates)
-
-
-class _MicroBatch(Generic[T]):
-    """A micro-batch on its way through the units."""
-
-    def __init__(
-        self,
-        number: int,
-        forward: Callable[[], T],
-        passes: UnitPasses,
-        device: torch.device,
-        num_units: int,
-    ) -> None:
-        self.number = number
-        self.unit = 0
-        self.has_layers = False  # one has run, with gradients
-        self.hides_layers = False  # one has run without
-        self._last = num_units - 1
-        self.cuts = GraphCuts(number, passes.boundary)
-        self.hidden = HiddenStates(passes.boundary)
-        self.is_next = False  # its turn comes so soon that what waits for it stays in memory
-        self.random: dict[str, torch.Tensor] = {}  # states of the generators where it stands
-        self._forward = forward
-        self.passes = passes
-        self._before_pause: Callable[[], None] = lambda: None
-        self.call: PausableCall[T] = PausableCall(self._run, f"micro-batch {number}", device)
-
-    def _run(self) -> T:
-        with self.passes.whole_forward() as self._before_pause:
-            self.cuts.begin()
-            result = self._forward()
-            self.cuts.leave()
-            if self.unit < self._last and self.has_layers and not self.hides_layers:
-                # The layers of the last units were skipped.
-                self.pause_before(self._last, result)
-                result = self.cuts.enter(result)
-            return result
-
-    def pause_before(self, unit: int, arguments: Any) -> None:
-        """A layer of another unit comes next: waits for its turn. Units between may have none."""
-        if unit < self.unit:
-            raise refusal(
-                f"a layer of unit {unit + 1} was called in unit {self.unit + 1}; a layer-major "
-                "step needs models that run their layers in one order, each once; run this model "
-                "micro-batch by micro-batch"
-            )
-        while self.unit < unit:
-            self._pause(self.unit + 1, arguments)
-
-    def _pause(self, unit: int, arguments: Any) -> None:
-        self._before_pause()
-        if not self.is_next:
-            self.hidden.leave(arguments, Scope(self.unit, self.number))
-        self.call.pause()
-        self.hidden.come_back()
-        self.unit = unit
-        self.cuts.begin()
-
-    def read_ahead(self, turn: int, num_units: int) -> None:
-        """What it needs in a turn of the step is to be in memory soon."""
-        if turn < num_units:
-            self.hidden.read_ahead()
-        elif turn < 2 * num_units - 1:
-            self.cuts.read_ahead(2 * num_units - 2 - turn)
-
-    def end_backward(self) -> None:
-        """A backward pass has ended."""
-        if not self.is_next:
-            self.cuts.put_gradients()
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from transformers import (
 )
 from transformers.trainer_callback import CallbackHandler
 
+from megatron.offload.integration.huggingface.evaluation import EvaluationInUnits
 from megatron.offload.integration.torch.trainer_callback import TrainerOffload
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,29 @@ class OffloadCallback(TrainerOffload, TrainerCallback):
     Trainer get them, its log history and what it prints. A line at the beginning and one at the
     end say what was found and what it came to, unless `log_level` is above `warning`.
     """
+
+    def evaluate_in_units(
+        self, trainer: Any, *, batches: int = 8, units: int | None = None
+    ) -> EvaluationInUnits:
+        """Has the Trainer's evaluation run each unit of layers for several batches at a time.
+
+            callback.evaluate_in_units(trainer)
+
+        Parameters that are on a tier are then read once for all of these, see
+        `LayerMajor.evaluate`. Losses, predictions and metrics have the same bits.
+
+        Args:
+            trainer: evaluates and predicts; it need not train.
+            batches: so many at a time; the predictions of all of them are in memory.
+            units: of layers; None: each layer is one.
+
+        Returns:
+            A handle, whose `close()` ends it.
+
+        Raises:
+            ConfigurationError: there are no batches to run together.
+        """
+        return EvaluationInUnits(trainer, batches, units, lambda: self.offload)
 
     def on_train_begin(
         self,

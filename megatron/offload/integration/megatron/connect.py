@@ -22,7 +22,7 @@ from megatron.offload.config import OffloadConfig
 from megatron.offload.device.open import open_device
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.megatron.chunked_loss import ChunkedLoss
-from megatron.offload.integration.megatron.decorators import connect
+from megatron.offload.integration.megatron.decorators import Function, connect
 from megatron.offload.integration.megatron.last_backward import LastBackward
 from megatron.offload.integration.megatron.layer_major import (
     LayerMajorHooks,
@@ -67,6 +67,10 @@ class MegatronHooks:
         self.layer, self.close = layers.layer, layers.close
         self.forward_step, self.backward_step = schedule.forward_step, schedule.backward_step
         self._forgetting = (layers.clear, schedule.clear)
+
+    def evaluation_step(self, step: Function, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Runs a forward pass of an evaluation as it is."""
+        return step(*args, **kwargs)
 
     def clear(self) -> None:
         """Forgets passes that did not come to their end."""

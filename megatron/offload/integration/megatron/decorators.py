@@ -26,6 +26,10 @@ class TrainingHooks(Protocol):
         """Runs the forward pass of a micro-batch and returns its result."""
         ...
 
+    def evaluation_step(self, step: Function, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Runs a forward pass that no backward pass follows and returns its result."""
+        ...
+
     def backward_step(self, step: Function, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Runs the backward pass of a micro-batch and returns its result."""
         ...
@@ -63,17 +67,18 @@ def around_layer(forward: Function) -> Function:
 def around_forward_step(step: Function) -> Function:
     """Decorates `schedules.forward_step`: the connection, if there is one, runs the pass.
 
-    It does not run a pass that no backward pass follows (`forward_only`), with gradients or
-    without.
+    A pass that no backward pass follows (`forward_only`), with gradients or without, is an
+    evaluation's.
     """
 
     @functools.wraps(step)
     def call(*args: Any, **kwargs: Any) -> Any:
         global _is_forward_only
         is_forward_only, _is_forward_only = _is_forward_only, False
-        if _connection is None or is_forward_only:
+        if _connection is None:
             return step(*args, **kwargs)
-        return _connection.forward_step(step, args, kwargs)
+        run = _connection.evaluation_step if is_forward_only else _connection.forward_step
+        return run(step, args, kwargs)
 
     return _marked(call)
 

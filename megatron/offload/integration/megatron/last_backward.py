@@ -50,6 +50,10 @@ class LastBackward:
             return step(*args, **kwargs)
         return self._hooks.forward_step(step, args, kwargs)
 
+    def evaluation_step(self, step: Function, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Runs a forward pass of an evaluation as it is."""
+        return step(*args, **kwargs)
+
     def backward_step(self, step: Function, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Runs the backward pass of a micro-batch."""
         if self._num_left == 1:

@@ -64,6 +64,7 @@ class LayerMajorHooks:
         from megatron.offload.integration.megatron.process_groups import consensus_of
 
         self._settings = settings
+        self._evaluates = config.evaluates
         self._model = model
         self._run_layer = run_layer
         self._device = next(model.parameters()).device
@@ -101,6 +102,31 @@ class LayerMajorHooks:
         """Notes the forward step of a micro-batch, or runs all of them."""
         if not torch.is_grad_enabled():
             return step(*args, **kwargs)
+
+        def run_step(runs: Sequence[Callable[[], Any]]) -> list[Any]:
+            self._passes.clear()
+            return self._schedule.run(runs, self._backward, self._passes)
+
+        return self._note(run_step, step, args, kwargs)
+
+    def evaluation_step(self, step: Function, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """The same for passes that no backward pass follows, if the flags ask for it."""
+        if not self._evaluates:
+            return step(*args, **kwargs)
+
+        def evaluate(runs: Sequence[Callable[[], Any]]) -> list[Any]:
+            return self._schedule.evaluate(runs, EnginePasses(None, hooks_tensors=False))
+
+        return self._note(evaluate, step, args, kwargs)
+
+    def _note(
+        self,
+        run_all: Callable[[Sequence[Callable[[], Any]]], list[Any]],
+        step: Function,
+        args: tuple[Any, ...],
+        kwargs: Any,
+    ) -> Any:
+        """Notes a forward step; with the last micro-batch's, runs those of all."""
         self._signature = self._signature or inspect.signature(step)
         named = self._signature.bind(*args, **kwargs)
         reports = named.arguments["forward_data_store"]
@@ -111,10 +137,9 @@ class LayerMajorHooks:
         if len(self._noted) < named.arguments["num_microbatches"]:
             return none, none  # no loss, and no tokens yet
         noted, self._noted = self._noted, []
-        self._passes.clear()
         # Megatron's timers of passes count one at a time, and here several have begun.
         with replaced(self._settings, timers=None):
-            results = self._schedule.run([run for run, _ in noted], self._backward, self._passes)
+            results = run_all([run for run, _ in noted])
         for _, own in noted:
             reports.extend(own)
         return none, sum((tokens for _, tokens in results), none)
@@ -237,6 +262,16 @@ def check_layer_major(config: LayerMajorConfig, settings: Any, *, boundary: str)
         settings: the model's `TransformerConfig`.
         boundary: where tensors wait between units.
     """
+    if config.evaluates and not config.enabled:
+        raise refusal(
+            "--layer-major-eval on is for the units of --layer-major-units; give that as well, or "
+            "leave it out"
+        )
+    if config.evaluates and getattr(settings, "sequence_parallel", False):
+        raise refusal(
+            "--layer-major-eval on cannot be combined with --sequence-parallel, which has all "
+            "layers run within a random number generator of its own; drop one of them"
+        )
     if not config.enabled:
         if boundary != "keep":
             raise refusal(

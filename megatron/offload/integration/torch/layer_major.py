@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from megatron.offload.errors import STEPS_PREFIX
 from megatron.offload.integration.engine_passes import EnginePasses
 from megatron.offload.integration.hook import OutsideOfGraphs
 from megatron.offload.integration.open_parameters import unit_backward
@@ -24,10 +27,14 @@ from megatron.offload.integration.torch.sharded_units import ShardedUnits
 from megatron.offload.layer_major.config import LayerMajorConfig, refusal
 from megatron.offload.layer_major.other_numbers import OtherNumbers
 from megatron.offload.layer_major.random_numbers import TorchGenerators
-from megatron.offload.layer_major.schedule import LayerMajorSchedule, UnitPasses
+from megatron.offload.layer_major.schedule import LayerMajorSchedule
+from megatron.offload.layer_major.unit_passes import UnitPasses
 from megatron.offload.layer_major.units import params_by_unit, units_of
 
+logger = logging.getLogger(__name__)
+
 B = TypeVar("B")
+R = TypeVar("R")
 
 
 class LayerMajor:
@@ -41,7 +48,9 @@ class LayerMajor:
     for a unit then do so once for all micro-batches: what FSDP2 (`fully_shard`) has sharded is
     gathered once for forward and once for backward of a step, and its gradients are reduced once.
     Gradients have the same bits but for what Note [The same sums] in `layer_major/schedule.py`
-    lists; random numbers are the same.
+    lists; random numbers are the same. `evaluate` does the same for forward passes alone:
+
+        losses = layer_major.evaluate(batches, lambda model, batch: model(**batch).loss)
 
     Args:
         model: whose layers `offload_activations` would find; with FSDP2 its root, or around it.
@@ -80,6 +89,8 @@ class LayerMajor:
         self._sharded: ShardedUnits | None = None  # of the step before
         self._consensus: ProcessGroupConsensus | None = None
         self._hooks: list[RemovableHandle] = []
+        self._says_caches = False  # in the evaluation under way
+        self._has_said_caches = False
 
     def step(
         self, micro_batches: Iterable[B], loss_of: Callable[[B], torch.Tensor]
@@ -107,11 +118,7 @@ class LayerMajor:
         self._sharded = sharded = ShardedUnits(self._model, self.units)
         self._consensus = sharded.consensus()
         inputs = list(tensors_in(batches))
-        if self._schedule is None:
-            # What FSDP keeps on the host is computed with elsewhere.
-            self._device = sharded.device or likely_device((self._model,), inputs)
-            self._schedule = self._open()
-            self._hook()
+        schedule = self._opened(sharded, inputs)
         with contextlib.ExitStack() as contexts:
             if self._offload is None:
                 own = EnginePasses(None, hooks_tensors=True)
@@ -125,17 +132,61 @@ class LayerMajor:
             )
             passes: UnitPasses = contexts.enter_context(sharded.step(own))
             forwards = [forward_of(one) for one in batches]
-            losses = self._schedule.run(forwards, torch.Tensor.backward, passes)
+            losses = schedule.run(forwards, torch.Tensor.backward, passes)
         return [one.detach() for one in losses]
+
+    def evaluate(self, batches: Iterable[B], fn: Callable[[torch.nn.Module, B], R]) -> list[R]:
+        """Runs forward passes without gradients; what `fn` gave of each batch, in their order.
+
+        Each unit runs all batches before the next, so what comes in for a unit (parameters on a
+        tier) comes once for all of them. Results are the bits of a loop over the batches, and so
+        are random numbers; where layers draw any (dropout in training mode) each batch goes on
+        alone from there. Hidden states wait between units as in a step. Modules stay in the mode
+        that they are in. `fn` may call the model several times, and `generate`.
+
+        Args:
+            batches: read whole before the first one runs.
+            fn: called with the model and a batch, under `torch.no_grad`, in threads, one at a time.
+                Tensors that it returns are detached.
+
+        Raises:
+            ConfigurationError: FSDP2 has sharded the model; or a later batch draws random numbers
+                before an earlier one does.
+        """
+        batches = list(batches)
+        sharded = ShardedUnits(self._model, self.units)
+        if sharded.device is not None:
+            raise refusal(
+                "evaluation: FSDP2 frees what it has gathered after each batch, which evaluate "
+                "cannot follow yet; call the sharded model batch by batch"
+            )
+        schedule = self._opened(sharded, list(tensors_in(batches)))
+
+        def forward_of(batch: B) -> Callable[[], R]:
+            return lambda: fn(self._model, batch)
+
+        self._says_caches = len(batches) > 1 and not self._has_said_caches
+        with contextlib.ExitStack() as contexts:
+            contexts.callback(setattr, self, "_says_caches", False)
+            passes = EnginePasses(None, hooks_tensors=False)
+            if self._offload is not None:
+                moving = self._offload.layer_major_evaluation(self._device)
+                passes = contexts.enter_context(moving)
+            results = schedule.evaluate([forward_of(one) for one in batches], passes)
+        return [_detached(one) for one in results]
 
     def close(self) -> None:
         """Takes the hooks off the layers."""
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _open(self) -> LayerMajorSchedule:
-        """The schedule, once it is certain where the model computes."""
-        return LayerMajorSchedule(
+    def _opened(self, sharded: ShardedUnits, inputs: Sequence[torch.Tensor]) -> LayerMajorSchedule:
+        """The schedule; made once it is certain where the model computes."""
+        if self._schedule is not None:
+            return self._schedule
+        # What FSDP keeps on the host is computed with elsewhere.
+        self._device = sharded.device or likely_device((self._model,), inputs)
+        self._schedule = LayerMajorSchedule(
             self.units,
             self._device,
             TorchGenerators(self._device),
@@ -144,6 +195,8 @@ class LayerMajor:
             alternates=self._alternates,
             on_any_rank=self._on_any_rank,
         )
+        self._hook()
+        return self._schedule
 
     def _skips_layers(self) -> bool:
         """Whether a layer may be left out of a pass, as transformers' models do."""
@@ -167,7 +220,23 @@ class LayerMajor:
 
     def _enter(self, layer: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         assert self._schedule is not None
+        if self._says_caches and kwargs.get("past_key_values") is not None:
+            self._says_caches, self._has_said_caches = False, True
+            logger.warning(
+                "%sevaluation: the keys and values of all batches are in memory at a time, not "
+                "only of one; if fn does not use them, call the model with use_cache=False",
+                STEPS_PREFIX,
+            )
         return self._schedule.enter_layer(layer, (args, kwargs))
+
+
+def _detached(result: R) -> R:
+    detached: R = tree_map_only(torch.Tensor, _without_graph, result)
+    return detached
+
+
+def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _check(model: torch.nn.Module, layers: dict[torch.nn.Module, str]) -> None:

@@ -175,6 +175,21 @@ class ActivationOffload:
                 profiler=steps.profiler,
             )
 
+    @contextlib.contextmanager
+    def layer_major_evaluation(self, device: torch.device) -> Iterator[EnginePasses]:
+        """Forward passes without gradients, unit by unit: what waits between units may move.
+
+        It stays while a step is under way, whose graphs wait for backward.
+        """
+        engine = None
+        if not self._is_closed and self._config.boundary != "keep":
+            engine = self._passes.idle_engine(device)
+        with contextlib.ExitStack() as contexts:
+            if engine is not None:
+                engine.exclude(stationary_tensors(self._models))
+                contexts.enter_context(engine.step())
+            yield EnginePasses(engine, hooks_tensors=False)
+
     def run_in_units(self, units: Mapping[torch.nn.Module, int], *, alternates: bool) -> None:
         """Says, before the first step, that steps run unit by unit: `auto` plans for those.
 

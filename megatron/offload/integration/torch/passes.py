@@ -335,6 +335,11 @@ class Passes:
 
     # -- Steps ----------------------------------------------------------------------------------
 
+    def idle_engine(self, device: torch.device) -> OffloadEngine | None:
+        """The engine, for what is no step; None: a step is under way."""
+        steps = self._steps = self._steps or self._open_steps(device)
+        return steps.engine if self._step is None and not self._stands_aside else None
+
     @contextlib.contextmanager
     def whole_step(self, device: torch.device) -> Iterator[TrainingSteps]:
         """A step whose passes the caller tells the engine of, in threads of their own."""
@@ -450,11 +455,7 @@ def _frame_of_module_call() -> FrameType | None:
 
 
 def _is_running(wanted: FrameType | None) -> bool:
-    if wanted is None:
-        return True
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame is wanted:
-            return True
+    while wanted is not None and frame is not None and frame is not wanted:
         frame = frame.f_back
-    return False
+    return wanted is None or frame is wanted

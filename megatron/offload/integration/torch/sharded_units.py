@@ -34,11 +34,11 @@ from megatron.offload.integration.process_groups import ProcessGroupConsensus
 from megatron.offload.integration.torch.stationary import fsdp2_state, parameter_groups
 from megatron.offload.layer_major.boundary import Boundary
 from megatron.offload.layer_major.config import refusal
-from megatron.offload.layer_major.schedule import UnitPasses
+from megatron.offload.layer_major.unit_passes import UnitPasses
 
 
 class ShardedUnits:
-    """Tells FSDP2 of one layer-major step: a `layer_major.schedule.UnitPasses` around another.
+    """Tells FSDP2 of one layer-major step: a `layer_major.unit_passes.UnitPasses` around another.
 
     Args:
         model: with modules that `fully_shard` has sharded, or without any.
