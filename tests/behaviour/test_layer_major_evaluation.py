@@ -416,3 +416,37 @@ def test_a_tensor_that_batches_share_is_refused_while_it_is_away(tmp_path: Path)
         with pytest.raises(ConfigurationError, match="a tensor that another micro-batch has as"):
             step.evaluate(batches(), loss_of)
     assert not waiting_threads()
+
+
+def test_a_function_that_switches_modules_is_refused() -> None:
+    """The others' layers would run in the mode of the last one that has switched it."""
+    model = Language().train()
+    step = LayerMajor(model)
+
+    def as_in_evaluation(model: torch.nn.Module, batch: torch.Tensor) -> Any:
+        model.eval()
+        result = model(batch)
+        model.train()
+        return result
+
+    with pytest.raises(ConfigurationError, match="has changed the mode of modules"):
+        step.evaluate(batches(), as_in_evaluation)
+    model.eval()
+    assert_same(in_units(step, loss_of, batches()), in_a_loop(model, loss_of, batches()))
+
+
+def test_adapters_that_a_function_switches_are_refused() -> None:
+    peft = pytest.importorskip("peft")
+    adapters = peft.LoraConfig(r=2, target_modules=["qkv"], init_lora_weights=False)
+    model = peft.inject_adapter_in_model(adapters, Language().eval())
+    layers = [one for one in model.modules() if hasattr(one, "enable_adapters")]
+    step = LayerMajor(model)
+
+    def without(model: torch.nn.Module, batch: torch.Tensor) -> Any:
+        for one in layers:
+            one.enable_adapters(False)
+        return model(batch)
+
+    assert layers
+    with pytest.raises(ConfigurationError, match="has changed the mode of modules"):
+        step.evaluate(batches(), without)

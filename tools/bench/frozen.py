@@ -15,6 +15,8 @@ prefix      a Llama of 32 layers of hidden size 256, 256 tokens, batch size 4, f
 tower       a frozen ViT (12 layers of 384, 224 pixels) in front of a trained Llama (4 layers of
             256; 49 image tokens and 64 of text), batch size 4
 run again   the prefix once more on the files that are there: what its first step takes
+evaluate    `LayerMajor.evaluate` beside a loop, of evaluate.py: bytes of parameters that it reads
+            for 8 batches, over those that the loop reads for one
 
 Exit code: 0 if losses and weights are the same and the targets are met, 1 if not.
 """
@@ -36,9 +38,14 @@ import transformers
 from tabulate import tabulate
 from tqdm import tqdm
 
-from megatron.offload import cache_frozen
-from megatron.offload.commands.training_runs.machine import in_a_line, machine_facts
-from megatron.offload.machine import vector_math
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from megatron.offload import cache_frozen  # noqa: E402
+from megatron.offload.commands.training_runs.machine import in_a_line, machine_facts  # noqa: E402
+from megatron.offload.machine import vector_math  # noqa: E402
+from tools.bench.evaluate import evaluate_part  # noqa: E402
 
 _VOCABULARY, _TEXT = 2048, 64
 # Keys of the summary: a name, and whether a value meets the target.
@@ -47,6 +54,7 @@ TARGETS: dict[str, Callable[[Any], bool]] = {
     "epoch_speedup": lambda value: value >= 2.0,
     "first_epoch_ratio": lambda value: value <= 1.03,
     "tower_step_ratio": lambda value: value <= 0.6,
+    "evaluate_bytes_ratio": lambda value: value <= 1.05,
 }
 
 
@@ -240,9 +248,16 @@ def tower(args: argparse.Namespace, directory: Path) -> tuple[dict[str, Any], di
     return summary, {"tower": found}
 
 
+def evaluate(args: argparse.Namespace, directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Forward passes alone; of evaluate.py, which has its times and its memory."""
+    found = evaluate_part(directory)
+    return {name: found[name] for name in ("identical", "evaluate_bytes_ratio")}, {}
+
+
 PARTS: dict[str, Callable[..., tuple[dict[str, Any], dict[str, Any]]]] = {
     "prefix": prefix,
     "tower": tower,
+    "evaluate": evaluate,
 }
 
 

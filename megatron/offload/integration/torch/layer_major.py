@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -91,6 +92,8 @@ class LayerMajor:
         self._hooks: list[RemovableHandle] = []
         self._says_caches = False  # in the evaluation under way
         self._has_said_caches = False
+        # Of the evaluation under way: what gives the modes of modules, and what they were.
+        self._modes: tuple[Callable[[], list[Any]], list[Any]] | None = None
 
     def step(
         self, micro_batches: Iterable[B], loss_of: Callable[[B], torch.Tensor]
@@ -151,7 +154,8 @@ class LayerMajor:
 
         Raises:
             ConfigurationError: FSDP2 has sharded the model; or a later batch draws random numbers
-                before an earlier one does.
+                before an earlier one does; or `fn` changes the mode of modules, or adapters, while
+                other batches run.
         """
         batches = list(batches)
         sharded = ShardedUnits(self._model, self.units)
@@ -166,8 +170,11 @@ class LayerMajor:
             return lambda: fn(self._model, batch)
 
         self._says_caches = len(batches) > 1 and not self._has_said_caches
+        modules = list(self._model.modules())
+        self._modes = functools.partial(_modes_of, modules), _modes_of(modules)
         with contextlib.ExitStack() as contexts:
             contexts.callback(setattr, self, "_says_caches", False)
+            contexts.callback(setattr, self, "_modes", None)
             passes = EnginePasses(None, hooks_tensors=False)
             if self._offload is not None:
                 moving = self._offload.layer_major_evaluation(self._device)
@@ -220,6 +227,12 @@ class LayerMajor:
 
     def _enter(self, layer: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         assert self._schedule is not None
+        if self._modes is not None and self._modes[0]() != self._modes[1]:
+            raise refusal(
+                "evaluation: what evaluate calls has changed the mode of modules (train, eval, "
+                "adapters that are switched), and other batches run meanwhile; change it around "
+                "evaluate"
+            )
         if self._says_caches and kwargs.get("past_key_values") is not None:
             self._says_caches, self._has_said_caches = False, True
             logger.warning(
@@ -228,6 +241,19 @@ class LayerMajor:
                 STEPS_PREFIX,
             )
         return self._schedule.enter_layer(layer, (args, kwargs))
+
+
+def _modes_of(modules: Iterable[torch.nn.Module]) -> list[Any]:
+    """What a caller may switch of modules for a while: training or evaluation, adapters of PEFT."""
+    return [
+        value if name == "training" else repr(value)
+        for module in modules
+        for name, value in vars(module).items()
+        if name in _MODES
+    ]
+
+
+_MODES = ("training", "_disable_adapters", "_active_adapter", "merged_adapters")
 
 
 def _detached(result: R) -> R:
