@@ -16,7 +16,7 @@ from check.gpu_day.spans import LANES
 from megatron.offload.sizes import GIB
 
 _DPI = 130
-_MARKERS = "os^vD"
+_MARKERS = "os^vDP*"
 _NAMES = {
     "keep": "keep, with our hooks",
     "none": "keep",
