@@ -12,8 +12,6 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from megatron.offload.version import __version__ as __version__
-
 if TYPE_CHECKING:
     from megatron.offload.activations.engine import OffloadEngine
     from megatron.offload.activations.placement.policy import Placement, Policy
@@ -34,6 +32,7 @@ if TYPE_CHECKING:
     from megatron.offload.integration.torch.offload_model import offload
     from megatron.offload.integration.torch.optimizer import offload_optimizer
     from megatron.offload.integration.torch.parameter_offload import offload_parameters
+    from megatron.offload.version import __version__ as __version__
 
 __all__ = [
     "ChangedInPlaceError",
@@ -73,6 +72,7 @@ _FILES = {
     "Policy": "activations.placement.policy",
     "Scope": "activations.saved.scope",
     "StorageError": "errors",
+    "__version__": "version",
     "cache_frozen": "integration.torch.frozen_features",
     "offload": "integration.torch.offload_model",
     "offload_activations": "integration.torch.door",

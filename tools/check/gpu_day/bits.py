@@ -323,6 +323,6 @@ def _with_trainer(
     }
     found |= {name: param.detach().cpu() for name, param in model.named_parameters()}
     moved = {k: v for line in history for k, v in line.items() if k.startswith("offload/")}
-    if callbacks and not moved.get("offload/offloaded_bytes"):
+    if callbacks and not moved.get("offload/offloaded_gib"):
         raise AssertionError(f"no activation moved: {moved}")
     return found, {"activations": moved} if moved else {}

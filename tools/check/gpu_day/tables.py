@@ -10,7 +10,7 @@ from tabulate import tabulate
 
 from check.gpu_day.job import NOT_BEGUN, OK, Result
 from check.gpu_day.results import Day
-from megatron.offload.sizes import format_size
+from megatron.offload.sizes import GIB, format_size
 
 _DRY = "A dry run on the CPU, at sizes that prove nothing about a GPU."
 _BESIDE_AUTO = "4096 none"  # of the part stack: the same tokens
@@ -87,6 +87,8 @@ def _bits(day: Day) -> str:
         if result.found.get("identical"):
             moved = result.found["moved"].get("activations", {})
             moved_bytes = moved.get("offloaded_bytes", moved.get("offload/offloaded_bytes"))
+            if (of_trainer := moved.get("offload/offloaded_gib")) is not None:
+                moved_bytes = of_trainer * GIB
             rows.append([name, "identical", _size(moved_bytes)])
     return _table(["door", "against none", "activations of a step"], rows)
 
