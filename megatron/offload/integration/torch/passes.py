@@ -37,6 +37,14 @@ from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.device.cuda import is_captured
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.torch.compute_device import FirstSaved
+from megatron.offload.integration.torch.surroundings import (
+    can_hook,
+    compiles_backward,
+    frame_of_module_call,
+    in_backward,
+    in_transform,
+    is_running,
+)
 from megatron.offload.integration.training_steps import TrainingSteps
 from megatron.offload.layer_major.pausable_call import running_call
 
@@ -57,7 +65,7 @@ class _ForwardPass:
         self.number = number
         self.thread = threading.get_ident()
         self.depth = 0  # of calls of the same module within it
-        self.frame: FrameType | None = _frame_of_module_call()
+        self.frame: FrameType | None = frame_of_module_call()
         self.is_open = True
         self.contexts = contextlib.ExitStack()  # around the forward pass
         self.save_order = SaveOrder()
@@ -144,13 +152,13 @@ class Passes:
         if not torch.is_grad_enabled():
             self._pause()
             return
-        if _compiles_backward():
+        if compiles_backward():
             raise ConfigurationError(
                 "compiled autograd cannot trace what tells when backward begins and ends; turn it "
                 "off (torch._dynamo.config.compiled_autograd), and give inside_graphs=True for a "
                 "compiled model"
             )
-        if _in_transform() and not self._has_warned:
+        if in_transform() and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "activation offload: a transform of torch.func takes no hooks; what %s saves "
@@ -275,7 +283,7 @@ class Passes:
             is_inside = self._forward is not None and (
                 self._forward.thread == threading.get_ident()
             )
-        return is_inside and torch.is_grad_enabled() and not _in_backward()
+        return is_inside and torch.is_grad_enabled() and not in_backward()
 
     def _is_within(self, module: torch.nn.Module) -> bool:
         """Whether this is a call within the forward pass under way, or beside it."""
@@ -286,7 +294,7 @@ class Passes:
         if is_beside and forward.thread in sys._current_frames():
             return True  # left alone: what it saves stays in memory
         # Cut short where `_Call` in `module_hooks.py` was not around it and could not tell us.
-        if is_beside or not _is_running(forward.frame):
+        if is_beside or not is_running(forward.frame):
             forward.has_had_backward = True
             self._close(forward)
             return False
@@ -420,42 +428,3 @@ def _is_in_another() -> bool:
     last: weakref.ref[_ForwardPass] | None = getattr(_of_thread, "forward", None)
     forward = None if last is None else last()
     return forward is not None and forward.is_open
-
-
-def can_hook() -> bool:
-    """Whether autograd takes hooks here: not in a backward pass, nor in a torch.func transform."""
-    if _in_backward() or _in_transform():
-        return False
-    autograd: Any = torch._C._autograd
-    return bool(autograd._saved_tensors_hooks_is_enabled())
-
-
-def _compiles_backward() -> bool:
-    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
-    return getattr(compiled_autograd, "compiled_autograd_enabled", False)
-
-
-def _in_transform() -> bool:
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-_CALL = torch.nn.Module._call_impl.__code__
-
-
-def _frame_of_module_call() -> FrameType | None:
-    """The frame of the module call that has called us; None: it is not among the callers."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _CALL:
-        frame = frame.f_back
-    return frame
-
-
-def _is_running(wanted: FrameType | None) -> bool:
-    frame: FrameType | None = sys._getframe(1)
-    while wanted is not None and frame is not None and frame is not wanted:
-        frame = frame.f_back
-    return wanted is None or frame is wanted

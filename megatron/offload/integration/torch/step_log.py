@@ -23,7 +23,8 @@ from megatron.offload.device.clock import Clock, Moment
 from megatron.offload.device.cuda import is_captured
 from megatron.offload.device.device import Device
 from megatron.offload.device.open import open_device
-from megatron.offload.integration.torch.passes import can_hook, computed_in, tensors_in
+from megatron.offload.integration.torch.passes import computed_in, tensors_in
+from megatron.offload.integration.torch.surroundings import can_hook
 from megatron.offload.stats.memory import PeakMemory
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What code runs within: a backward pass, a transform, the call of a module. Torch is asked."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+
+
+def can_hook() -> bool:
+    """Whether autograd takes hooks here: not in a backward pass, nor in a torch.func transform."""
+    if in_backward() or in_transform():
+        return False
+    autograd: Any = torch._C._autograd
+    return bool(autograd._saved_tensors_hooks_is_enabled())
+
+
+def compiles_backward() -> bool:
+    """Whether compiled autograd takes the next backward pass."""
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    return getattr(compiled_autograd, "compiled_autograd_enabled", False)
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func is under way."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward pass in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+_CALL = torch.nn.Module._call_impl.__code__
+
+
+def frame_of_module_call() -> FrameType | None:
+    """The frame of the module call that has called us; None: it is not among the callers."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _CALL:
+        frame = frame.f_back
+    return frame
+
+
+def is_running(wanted: FrameType | None) -> bool:
+    """Whether a frame is among the callers; None counts as one that is."""
+    frame: FrameType | None = sys._getframe(1)
+    while wanted is not None and frame is not None and frame is not wanted:
+        frame = frame.f_back
+    return wanted is None or frame is wanted
