@@ -24,8 +24,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_map
@@ -40,15 +40,40 @@ from megatron.offload.integration.torch.skipped import (
     skipped,
 )
 
-if TYPE_CHECKING:
-    from megatron.offload.integration.torch.frozen_part import FrozenPart
-
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def version_of(tensor: torch.Tensor) -> int:
     """Counts changes in place; -1: they are not counted."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+class Modules(Protocol):
+    """The modules of a part, which a pass goes through one after another.
+
+    Attributes:
+        name: for people.
+        num_modules: so many.
+        state: of their weights and settings, as they were last looked at.
+        cache_layers: numbers of the layers of a cache of keys and values that they fill.
+    """
+
+    name: str
+    num_modules: int
+    state: tuple[Any, ...]
+    cache_layers: list[int]
+
+    def own(self, index: int) -> Callable[..., Any]:
+        """The `forward` of a module."""
+        ...
+
+    def leave(self, one: FrozenPass) -> None:
+        """A pass is skipped no further."""
+        ...
+
+    def is_as_in(self, state: tuple[Any, ...]) -> bool:
+        """Whether the weights are those of then."""
+        ...
 
 
 class FrozenPass:
@@ -74,7 +99,7 @@ class FrozenPass:
     """
 
     def __init__(
-        self, part: FrozenPart, args: tuple[Any, ...], kwargs: dict[str, Any], known: bytes
+        self, part: Modules, args: tuple[Any, ...], kwargs: dict[str, Any], known: bytes
     ) -> None:
         self._part = part
         self._thread = threading.get_ident()
