@@ -31,6 +31,7 @@ from megatron.offload.tiers.wear import WEAR
 logger = logging.getLogger(__name__)
 
 _QUEUED_BYTES = 256 * MIB  # most that waits to be written; what is beyond is not stored
+_SPARE_BYTES = 64 * MIB  # of a disk, that others need too
 _UNFINISHED = ".unfinished-"
 _ABANDONED_S = 3600.0  # a file without its name for so long is a dead process's
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -290,6 +291,3 @@ def _check_free(directory: Path, num_bytes: int) -> None:
     disk = os.statvfs(directory)
     if disk.f_blocks and disk.f_bavail * disk.f_frsize < num_bytes + _SPARE_BYTES:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-_SPARE_BYTES = 64 * MIB

@@ -34,6 +34,8 @@ from megatron.offload.layer_major.units import params_by_unit, units_of
 
 logger = logging.getLogger(__name__)
 
+_MODES = ("training", "_disable_adapters", "_active_adapter", "merged_adapters")
+
 B = TypeVar("B")
 R = TypeVar("R")
 
@@ -251,9 +253,6 @@ def _modes_of(modules: Iterable[torch.nn.Module]) -> list[Any]:
         for name, value in vars(module).items()
         if name in _MODES
     ]
-
-
-_MODES = ("training", "_disable_adapters", "_active_adapter", "merged_adapters")
 
 
 def _detached(result: R) -> R:
