@@ -123,6 +123,28 @@ def test_a_plan_that_recomputes_is_refused(tmp_path: Path) -> None:
         compiled(batch(0))
 
 
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_the_losses_of_two_passes_are_added(is_compiled: bool, tmp_path: Path) -> None:
+    def run(directory: Path | None) -> list[torch.Tensor]:
+        model = Stack().eval()
+        call: Any = torch.compile(model, backend="aot_eager") if is_compiled else model
+        offload = None
+        if directory is not None:
+            settings: dict[str, Any] = {**BUDGET, "inside_graphs": is_compiled}
+            offload = offload_activations(model, directory, min_bytes=1024, **settings)
+        for step in range(5):
+            model.zero_grad()
+            (call(batch(step)) - call(batch(step + 5))).backward()
+        if offload is not None:
+            assert offload.statistics["plans"] == 1
+            offload.close()
+        return [one.grad for one in model.parameters() if one.grad is not None]
+
+    found = run(tmp_path)
+    torch.compiler.reset()
+    assert all(map(torch.equal, found, run(None)))
+
+
 def one_by_one(directory: Path | None, **settings: Any) -> tuple[list[torch.Tensor], list[Any]]:
     """With dropout. Layers are compiled before and after the call of the door."""
     model = Stack().train()

@@ -260,6 +260,24 @@ def test_layers_of_a_compiled_graph_are_seen_by_what_it_saves() -> None:
     assert not any(one.recompute_s for one in profile.layers)
 
 
+def test_two_passes_may_have_one_backward() -> None:
+    """As those of a pair of answers, whose losses are added."""
+    run = Graphs(uses=[])
+    profiler, clock = run.profiler, run.clock
+    profiler.begin_step()
+    for number in range(2):
+        with profiler.forward(0, number):
+            profiler.reach_layer(Scope(0, number, "a"), is_layer=True)
+            clock.now_s += 1.0
+    with profiler.backward(0, 0), profiler.backward(0, 1):
+        for number in (1, 0):
+            clock.now_s += 2.0
+            profiler.reach_backward(Scope(0, number, "a"))
+    profiler.end_step(well=True)
+    began = [one.layers[0].backward_began for one in profiler.steps[0]]
+    assert [one and one.timestamp for one in began] == [6.0, 4.0]
+
+
 def test_what_a_graph_saves_last_of_a_layer_ends_it() -> None:
     """Also where it saves something else before."""
     run = Graphs((0.5, "a"), (1.0, "a.after"), (2.0, "a"), uses=[(1.0, "a.after"), (1.0, "a")])

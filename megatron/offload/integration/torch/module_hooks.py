@@ -92,14 +92,15 @@ class ModuleHooks:
             run: gets what calls the graph, and its arguments.
             module, begin, end: see `add`.
         """
-        self._of_graphs.append(_CallOfGraph(module, begin, run, end))
+        call = _CallOfGraph(module, begin, run, end)
+        self._of_graphs.append(call)
+        self._handles.append(call)
 
     def connect(self) -> None:
         """Before a pass, outside of graphs: modules may have been compiled since the last one."""
         for call in self._of_graphs:
-            if is_compiled(call.module) and call not in self._handles:
+            if is_compiled(call.module):
                 call.connect()
-                self._handles.append(call)
 
     def remove(self) -> None:
         """Takes all of them off, the last one first."""

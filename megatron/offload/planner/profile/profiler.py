@@ -16,7 +16,6 @@ takes as long as it would if nothing had to be waited for.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -73,8 +72,6 @@ class Profiler:
         self._knows_head = False
         self._passes: dict[tuple[int, int], PassTimings] | None = None  # of a step that is measured
         self._forward: PassTimings | None = None
-        self._backward: PassTimings | None = None
-        self._reached: set[str] = set()  # layers, by the backward of compiled graphs
         self._layer: LayerTimings | None = None
         self._stayed: set[int] = set()  # storages of this pass that stay
         # Of the layer under way, what its selective operations would spare: storage and bytes.
@@ -95,7 +92,7 @@ class Profiler:
         passes, self._passes = self._passes or {}, None
         self._spared.clear()
         self._replayed.clear()
-        self._forward = self._backward = self._layer = None
+        self._forward = self._layer = None
         if self._with_head is not None:  # given up in the middle
             self._leave_head()
         self._knows_head &= well
@@ -148,11 +145,8 @@ class Profiler:
         timings.backward_began = self.now()
         if self._head is not None and self._with_head is timings:
             self._head.begin()
-        self._backward = timings
-        self._reached.clear()
         yield
-        self._divide_backward()
-        self._backward = None
+        timings.divide_backward()
         timings.backward_ended = self.now()
 
     def _note_order(self, one: Pass) -> None:
@@ -209,7 +203,9 @@ class Profiler:
         if own is None:
             self._end_reached()
         if own is None and is_layer:
-            own = LayerTimings(scope.layer, self.now(), 0, 0, can_be_recomputed=False)
+            own = LayerTimings(
+                scope.layer, self.now(), 0, 0, can_be_recomputed=False, in_graph=True
+            )
             layers.append(own)
         elif own is not None and own is layers[-1]:
             own.ended = None  # something else was moved ahead of what it saves last
@@ -217,32 +213,20 @@ class Profiler:
 
     def reach_backward(self, scope: Scope) -> None:
         """The backward of a compiled graph is about to use what was saved at a place."""
-        if self._backward is None:
+        timings = (self._passes or {}).get((scope.chunk, scope.micro_batch))
+        if timings is None or timings.backward_began is None:
             return
-        own = next((one for one in self._backward.layers if one.name == scope.layer), None)
-        if own is not None:
+        own = next((one for one in timings.layers if one.name == scope.layer), None)
+        if own is not None and own.in_graph:
             own.backward_ended = self.now()
-            if own.backward_began is None:
-                own.backward_began = own.backward_ended
-                self._reached.add(own.name)
-
-    def _divide_backward(self) -> None:
-        """The backward of each layer in compiled graphs begins where that of the next one ends.
-
-        Not with the first tensor that it uses: what a layer makes for all is used before.
-        """
-        assert self._backward is not None
-        layers = [one for one in self._backward.layers if one.name in self._reached]
-        for earlier, later in itertools.pairwise(layers):
-            earlier.backward_began = later.backward_ended
-        for first in layers[:1]:
-            first.backward_ended = None  # with that of the pass
+            own.backward_began = own.backward_began or own.backward_ended
 
     def _end_reached(self) -> None:
         """What follows does not belong to the layer that a compiled graph has saved for."""
         assert self._forward is not None
-        if self._forward.layers and self._forward.layers[-1].ended is None:
-            self._forward.layers[-1].ended = self.now()
+        last = self._forward.layers[-1] if self._forward.layers else None
+        if last is not None and last.in_graph and last.ended is None:
+            last.ended = self.now()
 
     def reach_middle(self, middle: torch.Tensor) -> None:
         """The layer's attention is done. Call it after its activations were captured."""

@@ -6,6 +6,7 @@ The profiler fills them while the pass runs and reads them when the step is over
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -47,6 +48,7 @@ class LayerTimings:
     input_bytes: int
     movable_input_bytes: int  # of those, in storages that a tier can take
     can_be_recomputed: bool
+    in_graph: bool = False  # a compiled one: what that saves and uses is all that is seen of it
     has_parts: bool = False  # which can be recomputed one without the other
     middle: Timestamp | None = None
     middle_bytes: int = 0  # of the tensor between them
@@ -88,6 +90,17 @@ class PassTimings:
     def behind_layers(self) -> PartTimings:
         """What was saved after the last layer so far; nothing is noted in it."""
         return self.between.get(len(self.layers)) or PartTimings()
+
+    def divide_backward(self) -> None:
+        """The backward of each layer in compiled graphs begins where that of the next one ends.
+
+        Not with the first tensor that it uses: what a layer makes for all is used before.
+        """
+        layers = [one for one in self.layers if one.in_graph and one.backward_began]
+        for earlier, later in itertools.pairwise(layers):
+            earlier.backward_began = later.backward_ended
+        for first in layers[:1]:
+            first.backward_ended = None  # with that of the pass
 
     @property
     def is_complete(self) -> bool:
