@@ -55,6 +55,7 @@ Sizes are bytes or a number with a unit: `1048576`, `512MiB`, `40GiB` or `40G` (
 In Python the settings are keywords, with the names of the column "in Python", and take the same
 values, as text or as numbers and paths: `offload_activations(model, "/mnt/nvme0",
 memory_budget_bytes="12GiB", mode="auto")`. Editors complete them, type checkers refuse others.
+`--offload-settings FILE` reads all of them from [a file](integrations.md#settings-in-a-file).
 
 `./examples/pretrain_gpt.sh` starts with `--activation-offload ssd` and
 `--activation-offload-dir runs/offload`. All other flags are the trainer's and have Megatron-LM's

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         StorageError,
     )
     from megatron.offload.integration.huggingface.callback import OffloadCallback
+    from megatron.offload.integration.settings_file import read_settings
     from megatron.offload.integration.torch.door import offload_activations
     from megatron.offload.integration.torch.frozen_features import cache_frozen
     from megatron.offload.integration.torch.layer_major import LayerMajor
@@ -53,6 +54,7 @@ __all__ = [
     "offload_activations",
     "offload_optimizer",
     "offload_parameters",
+    "read_settings",
 ]
 # Type checkers read every change of `__all__`, whatever it depends on.
 if not TYPE_CHECKING and importlib.util.find_spec("transformers") is None:
@@ -78,6 +80,7 @@ _FILES = {
     "offload_activations": "integration.torch.door",
     "offload_optimizer": "integration.torch.optimizer",
     "offload_parameters": "integration.torch.parameter_offload",
+    "read_settings": "integration.settings_file",
 }
 
 

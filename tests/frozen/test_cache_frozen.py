@@ -257,6 +257,56 @@ def test_another_attribute_of_a_module_is_a_miss(tmp_path: Path, change: dict[st
     assert hits_of(make(), [batch], tmp_path) == [4]
 
 
+class Shifted(torch.nn.Module):
+    """Adds numbers of a list, and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+        self.numbers, self.more = [1.0, 2.0], 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight + sum(self.numbers) + self.more
+
+
+@pytest.mark.parametrize("change", ["list in place", "number", "another"])
+def test_attributes_that_change_between_passes_are_a_miss(tmp_path: Path, change: str) -> None:
+    """Of a part that was looked at before."""
+    shifted = Shifted().requires_grad_(False)
+    if change != "list in place":
+        vars(shifted)["numbers"] = (1.0, 2.0)
+    model, x = torch.nn.Sequential(shifted, torch.nn.Linear(4, 2)), torch.randn(3, 4)
+    hits = []
+    with cache_frozen(model, tmp_path) as features:
+        for number in range(4):
+            if number == 2:
+                if change == "list in place":
+                    shifted.numbers[1] = 7.0
+                else:
+                    vars(shifted)["more" if change == "number" else "another"] = 1.0
+            expected = model[1](x * shifted.weight + sum(shifted.numbers) + shifted.more)
+            assert torch.equal(model(x), expected)
+            features.store.wait_for_writes()
+            hits.append(features.statistics["hit_rows"])
+    assert hits == [0, 3, 3, 6]
+
+
+def test_weights_that_a_pass_changes_out_of_sight_are_refused(tmp_path: Path) -> None:
+    """Through `.data`, which torch does not count."""
+
+    class Drifting(Shifted):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.weight.data.add_(1)
+            return super().forward(x)
+
+    model = torch.nn.Sequential(Drifting().requires_grad_(False), torch.nn.Linear(4, 2))
+    with (
+        cache_frozen(model, tmp_path),
+        pytest.raises(ConfigurationError, match="changes its own weights or buffers"),
+    ):
+        model(torch.randn(3, 4))
+
+
 def test_another_number_of_threads_is_a_miss(tmp_path: Path) -> None:
     batch, before = one_batch(), torch.get_num_threads()
     try:

@@ -27,7 +27,15 @@ def test_the_table_has_a_line_for_each_way(tmp_path: Path) -> None:
     assert found["peak_parameter_units"] <= evaluate.MOST_UNITS
     assert found["ways"]["loop"]["read_bytes"] >= 3 * found["ways"]["evaluate"]["read_bytes"]
     lines = evaluate.table(found).splitlines()
-    assert [line.split()[1] for line in lines[2:]] == ["loop", "evaluate"]
+    assert [line.split("|")[1].strip() for line in lines[2:]] == list(evaluate.WAYS)
+    kept, lean = (
+        found["ways"][f"evaluate{kind}"]["peak_tensor_bytes"]
+        - found["ways"][f"loop{kind}"]["peak_tensor_bytes"]
+        for kind in ("", ", no cache")
+    )
+    # Three batches wait beside the one that runs; losses are 4 bytes each.
+    assert 0 < lean <= found["boundary_bytes"] + 16
+    assert lean < kept <= found["boundary_bytes"] + found["key_value_bytes"] + 16
 
 
 @pytest.mark.parametrize("has_value_model", [False, True])

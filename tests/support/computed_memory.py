@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory operations take, without taking any: `ComputedMemory`, of tensors on "meta"."""
+"""How much memory operations' results take: `ComputedMemory`, also of tensors on "meta"."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from torch.utils._pytree import tree_leaves
 class ComputedMemory(TorchDispatchMode):
     """Counts the storages that operations make in the context, while they are alive.
 
-    What an operation takes within itself, a kernel's workspace, does not show.
+    What an operation takes within itself, a kernel's workspace, does not show; nor what was there
+    before, such as parameters, of which operations make views. Several threads may enter it, of
+    which one at a time runs.
 
     Attributes:
         peak_bytes: most bytes at a time.
@@ -27,8 +29,13 @@ class ComputedMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        given = {
+            one.untyped_storage()._cdata
+            for one in tree_leaves((args, kwargs))
+            if isinstance(one, torch.Tensor)
+        }
         for one in tree_leaves(result):
-            if isinstance(one, torch.Tensor):
+            if isinstance(one, torch.Tensor) and one.untyped_storage()._cdata not in given:
                 self._count(one.untyped_storage())
         return result
 

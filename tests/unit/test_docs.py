@@ -18,6 +18,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -34,7 +35,7 @@ from write_refusals import refusals_page
 from write_replay import PAGE as REPLAY_PAGE
 from write_replay import replay_page
 
-from megatron.offload import cli
+from megatron.offload import cli, read_settings
 from megatron.offload.config import OffloadConfig
 from megatron.offload.integration.megatron.arguments import add_offload_arguments
 
@@ -46,7 +47,7 @@ PAGES = sorted(
 )
 NOT_OURS = {"megatron/__init__.py", "pretrain_*.py"}  # never here; Megatron-LM's
 TOP_FOLDERS = "docs|examples|megatron|patches|tests|tools"
-LANGUAGES = {"bash", "text", "python"}
+LANGUAGES = {"bash", "text", "python", "toml"}
 
 # For each command the first row that fits: what it looks like, and the test that runs it or what it
 # needs. A test that runs the program with other sizes or flags counts; the flags are checked below.
@@ -252,6 +253,13 @@ def test_every_block_says_what_it_is() -> None:
         if one.language == "text" and looks_like_one.search(one.text)
     ]
     assert not wrong, f"these are commands and no output: {wrong}"
+
+
+def test_settings_can_be_read() -> None:
+    blocks = [one for one in BLOCKS if one.language == "toml"]
+    assert blocks
+    for one in blocks:
+        assert any(read_settings(tomllib.loads(one.text)).values()), f"{one.page.name}:{one.line}"
 
 
 def test_every_command_is_run_by_a_test_or_says_what_it_needs() -> None:

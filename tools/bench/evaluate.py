@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`LayerMajor.evaluate` beside a loop over the batches, parameters on an SSD that is too slow.
 
-    tools/bench/evaluate.py --json evaluate.json                     # about a minute
+    tools/bench/evaluate.py --json evaluate.json                     # about 2 minutes
 
 A frozen Llama of transformers, fp32, in evaluation mode, whose parameters are on the SSD: those of
 two layers at a time are in memory. Reads take as long as on a drive of `--rate`. Both ways give the
@@ -10,11 +10,16 @@ losses of the same batches, in turns.
 
 `evaluate_bytes_ratio`: bytes that `evaluate` reads for all batches, over those of a loop with one.
 `evaluate_time_ratio`: its time over that of the loop with all batches, medians.
-`peak_parameter_units`: most parameters in memory at any time, in units. `peak_bytes`: of the
-resident set, over what it was before the first pass. Models keep their defaults: the Llama keeps
-keys and values of each batch until its end. `peak_without_cache_bytes`: with `use_cache=False`.
+`peak_parameter_units`: most parameters in memory at any time, in units. `peak_tensor_bytes`: most
+bytes of tensors that operations have made and that are alive, beside the parameters; `evaluate` may
+add the boundaries to what the loop has: of each other batch, what waits between two units. Models
+keep their defaults: the Llama keeps keys and values of each batch until its end, so these wait too.
+Without them, with `use_cache=False`: the rows "no cache". `peak_bytes`: of the resident set, over
+what it was before the first pass. Each batch runs in a thread, and on a CPU the libraries that
+compute keep a few MiB for each thread, which are not tensors.
 
-Exit code: 0 as promised (same bits, ratios of at most 1.05 and 0.2, two units), 1 not.
+Exit code: 0 as promised (same bits, ratios of at most 1.05 and 0.2, two units, tensors of the loop
+and boundaries), 1 not.
 """
 
 from __future__ import annotations
@@ -47,10 +52,14 @@ from megatron.offload.commands.training_runs.machine import (  # noqa: E402
 from megatron.offload.device.open import open_device  # noqa: E402
 from megatron.offload.sizes import format_size, parse_rate  # noqa: E402
 from megatron.offload.tiers.file import UnlinkedFile  # noqa: E402
+from tests.support.computed_memory import ComputedMemory  # noqa: E402
 from tools.check.train_on_slow_disk import SlowDisk  # noqa: E402
 
 MOST_BYTES, MOST_TIME, MOST_UNITS = 1.05, 0.2, 2.01
 VOCABULARY = 1024
+WAYS = ("loop", "evaluate", "loop, no cache", "evaluate, no cache")
+
+_LossOf = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
 def evaluate_part(
@@ -89,7 +98,7 @@ def evaluate_part(
     given = torch.randint(VOCABULARY, (batches, 1, tokens)).unbind()
     device = open_device(torch.device("cpu"))
     peak = device.peak_reader()
-    runs: dict[str, list[dict[str, Any]]] = {"loop": [], "evaluate": []}
+    runs: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     with (
         mock.patch.object(UnlinkedFile, "read", UnlinkedFile.read),  # as it was, afterwards
         mock.patch.object(UnlinkedFile, "write", UnlinkedFile.write),
@@ -101,13 +110,15 @@ def evaluate_part(
             unit.wait_for_write()
         layer_major = LayerMajor(model)
 
-        def measure(run: Callable[[], list[torch.Tensor]]) -> dict[str, Any]:
+        def measure(
+            run: Callable[[_LossOf], list[torch.Tensor]], loss_of: _LossOf = _loss_of
+        ) -> dict[str, Any]:
             before = parameters.statistics["read_bytes"]
             gc.collect()
             device.return_freed_memory()
             peak.reset()
             began_s = time.perf_counter()
-            losses = run()
+            losses = run(loss_of)
             return {
                 "seconds": time.perf_counter() - began_s,
                 "read_bytes": parameters.statistics["read_bytes"] - before,
@@ -115,34 +126,54 @@ def evaluate_part(
                 "losses": [float(one) for one in losses],
             }
 
-        def in_a_loop(number: int = batches) -> list[torch.Tensor]:
+        def tensors(run: Callable[[_LossOf], list[torch.Tensor]], loss_of: _LossOf) -> int:
+            memory = ComputedMemory()
+
+            def counted(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+                with memory:
+                    return loss_of(model, tokens)
+
+            run(counted)
+            return memory.peak_bytes
+
+        def in_a_loop(loss_of: _LossOf, number: int = batches) -> list[torch.Tensor]:
             with torch.no_grad():
-                return [_loss_of(model, one) for one in given[:number]]
+                return [loss_of(model, one) for one in given[:number]]
+
+        def evaluated(loss_of: _LossOf) -> list[torch.Tensor]:
+            return layer_major.evaluate(given, loss_of)
 
         gc.collect()
         device.return_freed_memory()
         base_bytes = device.allocated_bytes()
-        in_a_loop(1)
+        in_a_loop(_loss_of, 1)
         slow.slow_down(rate)
-        one = measure(lambda: in_a_loop(1))
+        one = measure(lambda loss_of: in_a_loop(loss_of, 1))
         for _ in range(rounds):
             runs["loop"].append(measure(in_a_loop))
-            runs["evaluate"].append(measure(lambda: layer_major.evaluate(given, _loss_of)))
-        lean = measure(lambda: layer_major.evaluate(given, _loss_without_cache))
+            runs["evaluate"].append(measure(evaluated))
+            runs["loop, no cache"].append(measure(in_a_loop, _loss_without_cache))
+            runs["evaluate, no cache"].append(measure(evaluated, _loss_without_cache))
         slow.slow_down(1e12)
         statistics = parameters.statistics
-    ways = {way: _figures(of_way) for way, of_way in runs.items()}
+        ways = {way: _figures(of_way) for way, of_way in runs.items()}
+        for way, run, loss_of in zip(
+            WAYS,
+            (in_a_loop, evaluated) * 2,
+            (_loss_of, _loss_of, _loss_without_cache, _loss_without_cache),
+            strict=True,
+        ):
+            ways[way]["peak_tensor_bytes"] = tensors(run, loss_of)
     losses = {json.dumps(run["losses"]) for of_way in runs.values() for run in of_way}
     return {
-        "identical": len(losses) == 1 and lean["losses"] == runs["loop"][0]["losses"],
+        "identical": len(losses) == 1,
         "batches": batches,
         "rate_bytes_per_s": rate,
         "evaluate_bytes_ratio": ways["evaluate"]["read_bytes"] / one["read_bytes"],
         "evaluate_time_ratio": ways["evaluate"]["seconds"] / ways["loop"]["seconds"],
         "peak_parameter_units": statistics["peak_bytes"] * layers / statistics["parameter_bytes"],
         "unit_bytes": statistics["parameter_bytes"] / layers,
-        "boundary_bytes": batches * tokens * hidden * 4,
-        "peak_without_cache_bytes": lean["peak_bytes"],
+        **_waiting_bytes(config, tokens, batches),
         "ways": ways,
     }
 
@@ -153,6 +184,19 @@ def _loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 def _loss_without_cache(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+
+def _waiting_bytes(config: Any, tokens: int, batches: int) -> dict[str, int]:
+    """What waits between two units, of all batches but the one that runs; in bytes, of fp32.
+
+    `boundary_bytes`: hidden states, the embeddings that the model's forward still has, cosines and
+    sines of the positions, and their numbers. `key_value_bytes`: of all layers.
+    """
+    head = config.hidden_size // config.num_attention_heads
+    boundary = tokens * ((2 * config.hidden_size + 2 * head) * 4 + 8)
+    key_value = config.num_hidden_layers * 2 * tokens * config.hidden_size * 4
+    others = batches - 1
+    return {"boundary_bytes": others * boundary, "key_value_bytes": others * key_value}
 
 
 def _figures(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -170,16 +214,25 @@ def is_as_promised(found: dict[str, Any]) -> bool:
         and found["evaluate_bytes_ratio"] <= MOST_BYTES
         and found["evaluate_time_ratio"] <= MOST_TIME
         and found["peak_parameter_units"] <= MOST_UNITS
+        and _grown_bytes(found, "") <= found["boundary_bytes"] + found["key_value_bytes"]
+        and _grown_bytes(found, ", no cache") <= found["boundary_bytes"]
     )
+
+
+def _grown_bytes(found: dict[str, Any], kind: str) -> int:
+    """By how much the tensors of `evaluate`, beside losses, are more than the loop's."""
+    of_evaluate, of_loop = (found["ways"][way + kind] for way in ("evaluate", "loop"))
+    losses = 4 * found["batches"]  # that the loop has at its peak, and evaluate too
+    return of_evaluate["peak_tensor_bytes"] - of_loop["peak_tensor_bytes"] - losses
 
 
 def table(found: dict[str, Any]) -> str:
     """A row for each way."""
     rows = []
     for way, one in found["ways"].items():
-        size, read = format_size(one["peak_bytes"]), format_size(one["read_bytes"])
-        rows.append((way, f"{one['seconds']:.2f}", read, size))
-    columns = [f"{found['batches']} batches", "s", "parameters read", "peak"]
+        sizes = [format_size(one[key]) for key in ("read_bytes", "peak_tensor_bytes", "peak_bytes")]
+        rows.append((way, f"{one['seconds']:.2f}", *sizes))
+    columns = [f"{found['batches']} batches", "s", "parameters read", "tensors", "resident"]
     return tabulate(rows, headers=columns, tablefmt="github", disable_numparse=True)
 
 

@@ -8,12 +8,13 @@ these. A file that ends early or has changed is no entry, and is as good as not 
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 from collections.abc import Sequence
 from typing import Any
 
-_MAGIC = b"MOFROZ1\n"
+import xxhash
+
+_MAGIC = b"MOFROZ2\n"
 _LENGTH_BYTES, _CHECK_BYTES = 4, 16
 
 
@@ -38,7 +39,7 @@ def encode(header: dict[str, Any], payload: Sequence[memoryview | bytes]) -> lis
     """The pieces of a file."""
     text = json.dumps(header, separators=(",", ":")).encode()
     pieces = [_MAGIC, len(text).to_bytes(_LENGTH_BYTES, "little"), text, *payload]
-    check = hashlib.blake2b(digest_size=_CHECK_BYTES)
+    check = xxhash.xxh3_128()
     for piece in pieces:
         check.update(piece)
     return [memoryview(piece) for piece in (*pieces, check.digest())]
@@ -51,7 +52,7 @@ def decode(body: bytearray) -> Entry:
     inner, check = view[:-_CHECK_BYTES], view[-_CHECK_BYTES:]
     if len(body) < begin + _CHECK_BYTES or view[: len(_MAGIC)] != _MAGIC:
         raise OSError(errno.EIO, "the file holds no frozen features")
-    if hashlib.blake2b(inner, digest_size=_CHECK_BYTES).digest() != check:
+    if xxhash.xxh3_128_digest(inner) != check:
         raise OSError(errno.EIO, "the file is not what was written")
     length = int.from_bytes(view[len(_MAGIC) : begin], "little")
     header = json.loads(bytes(inner[begin : begin + length]))

@@ -7,6 +7,7 @@ import argparse
 import copy
 
 from megatron.offload.config import OffloadConfig
+from megatron.offload.integration.settings_file import add_settings_argument
 from megatron.offload.layer_major.config import LayerMajorConfig
 from megatron.offload.parameters.config import ParametersConfig
 from megatron.offload.states.config import StatesConfig
@@ -16,12 +17,13 @@ def add_offload_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
     """Adds the flags of activations and of model states; returns the parser, as Megatron's own do.
 
     They are `--activation-offload*`, `--optimizer-state-*` and `--layer-major-*`,
-    `--parameter-offload*`, and a few more.
+    `--parameter-offload*`, and a few more; `--offload-settings` names a file of all of them.
     """
     OffloadConfig.add_arguments(parser)
     StatesConfig.add_arguments(parser)
     LayerMajorConfig.add_arguments(parser)
     ParametersConfig.add_arguments(parser)
+    add_settings_argument(parser)
     return parser
 
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import enum
 import logging
+import operator
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -98,6 +99,8 @@ class FrozenPart:
         self.state: tuple[Any, ...] = ()
         self._known = b""  # digest of the state
         self._weights: tuple[Any, bytes] = ((), b"")  # places of tensors, and their digest
+        # Names and values of a module's attributes at the last look, and what they add to a key.
+        self._attributes: dict[torch.nn.Module, tuple[Sequence[Any], list[Any]]] = {}
         self._samples: list[torch.Tensor] = []  # some elements of each weight, in place
         self._sampled: list[torch.Tensor] = []  # and as they were
         self._kinds: dict[bytes, bool | None] = {}  # of calls: whether rows are apart
@@ -221,9 +224,7 @@ class FrozenPart:
                 return result
             self._pass = None
             self.computed_rows += current.num_places
-            before = self.state[0]
-            self._look()
-            if self.state[0] != before:
+            if _places(self._tensors()) != self.state[0] or not self._has_samples():
                 self._refuse(
                     "changes its own weights or buffers while it computes, as batch norms do in "
                     "training; call eval() on it before each pass"
@@ -320,11 +321,7 @@ class FrozenPart:
             tensors += [one for one in module._buffers.values() if one is not None]
             of_module = vars(module)
             plain.append(type(module).__qualname__)
-            plain += [
-                (name, told)
-                for name, value in of_module.items()
-                if name not in _NOTES and (told := _told(value)) is not _UNTOLD
-            ]
+            plain.append(self._told_of(module, of_module))
             plain.append(getattr(of_module.get("config"), "_attn_implementation", None))
             if module not in outer and (
                 of_module.get("forward") is not self._forwards.get(module, self)
@@ -334,7 +331,7 @@ class FrozenPart:
         torch_modules: Any = torch.nn.modules.module
         if torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks:
             return "all modules have hooks"
-        places = tuple((one.data_ptr(), version_of(one)) for one in tensors)
+        places = _places(tensors)
         state = (places, plain)
         has_samples = self._has_samples()
         if state != self.state or not has_samples:
@@ -344,6 +341,28 @@ class FrozenPart:
             self._learn(tensors[0].device, plain)
             self.state = state
         return ""
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        """All weights and buffers, in the order of a look."""
+        for module in self._modules():
+            for of_kind in (module._parameters, module._buffers):
+                yield from (one for one in of_kind.values() if one is not None)
+
+    def _told_of(self, module: torch.nn.Module, of_module: dict[str, Any]) -> list[Any]:
+        """What the attributes of a module add to its key; mostly the same as at the last look."""
+        seen = self._attributes.get(module)
+        if seen is not None:
+            now = (*of_module, *of_module.values())
+            if len(now) == len(seen[0]) and all(map(operator.is_, now, seen[0])):
+                return seen[1]
+        told = [
+            (name, found)
+            for name, value in of_module.items()
+            if name not in _NOTES and (found := _told(value)) is not _UNTOLD
+        ]
+        if list not in map(type, of_module.values()):  # whose elements may change
+            self._attributes[module] = (*of_module, *of_module.values()), told
+        return told
 
     def _learn(self, device: torch.device, plain: list[Any]) -> None:
         self._device = device
@@ -396,6 +415,11 @@ def _told(value: Any) -> Any:
     if kind in _FUNCTIONS:
         return f"{value.__module__}.{value.__qualname__}"
     return str(value) if isinstance(value, _NAMED) else _UNTOLD
+
+
+def _places(tensors: Iterable[torch.Tensor]) -> tuple[tuple[int, int], ...]:
+    """Where they are, and how often each was changed in place."""
+    return tuple((one.data_ptr(), version_of(one)) for one in tensors)
 
 
 def _wanting(args: Any, kwargs: Any) -> list[torch.Tensor]:

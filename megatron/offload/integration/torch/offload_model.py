@@ -23,6 +23,7 @@ from megatron.offload.integration.torch.parameter_offload import (
     ParameterOffload,
     offload_parameters,
 )
+from megatron.offload.layer_major.config import LayerMajorConfig
 
 B = TypeVar("B")
 Settings = bool | str | Mapping[str, Any] | None
@@ -120,7 +121,7 @@ def offload(
     optimizer_states: Settings = None,
     parameters: Settings = False,
     gradients: bool = False,
-    layer_major: bool | int = False,
+    layer_major: bool | int | Mapping[str, Any] = False,
     layers: Iterable[str | type[torch.nn.Module]] | None = None,
 ) -> Offload:
     """Moves what a training keeps in memory to SSDs or host memory, all through one handle.
@@ -143,7 +144,8 @@ def offload(
         parameters: of the layers, see `offload_parameters`.
         gradients: of the layers wait beside their parameters; needs `parameters`, `layer_major`.
         layer_major: `handle.step(micro_batches, loss_of)` runs a step unit by unit, see
-            `LayerMajor`; a number: of units, which parameters then move in as well.
+            `LayerMajor`; a number: of units, which parameters then move in as well; a dict: of
+            `units` and `order`, as the flags have them.
         layers: what counts as a layer, see `offload_activations`.
 
     Raises:
@@ -161,7 +163,7 @@ def offload(
         )
     if directory is not None and not isinstance(directory, str | os.PathLike):
         directory = list(directory)
-    units = None if isinstance(layer_major, bool) else layer_major
+    units, alternates = _steps(layer_major)
     layers = None if layers is None else list(layers)
     handle = Offload()
     try:
@@ -177,7 +179,9 @@ def offload(
             settings = _settings(optimizer_states, directory)
             handle.optimizer_states = offload_optimizer(optimizer, **settings)
         if layer_major:
-            handle.layer_major = LayerMajor(model, units, layers=layers, offload=handle.activations)
+            handle.layer_major = LayerMajor(
+                model, units, layers=layers, offload=handle.activations, alternates=alternates
+            )
     except BaseException:
         handle.close()
         raise
@@ -186,6 +190,15 @@ def offload(
 
 def _moves(settings: Settings) -> bool:
     return settings is not None and settings is not False and settings != "off"
+
+
+def _steps(layer_major: bool | int | Mapping[str, Any]) -> tuple[int | None, bool]:
+    """How many units were asked for, and whether every second one takes the batches backwards."""
+    if not isinstance(layer_major, Mapping):
+        return None if isinstance(layer_major, bool) else layer_major, False
+    with LayerMajorConfig.speaking_of_settings():
+        config = LayerMajorConfig.from_settings({"units": "auto", **layer_major})
+    return config.num_units, config.alternates
 
 
 def _settings(settings: Settings, directory: Any) -> dict[str, Any]:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 import torch
 
 from megatron.offload.config import OffloadConfig
+from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.open_streams import OPEN
+from megatron.offload.integration.settings_file import read_settings
 from megatron.offload.integration.torch.door import offload_activations
 from megatron.offload.integration.torch.frozen_features import FrozenFeatures, cache_frozen
 from megatron.offload.integration.torch.offload import ActivationOffload
@@ -104,6 +106,29 @@ class TrainerOffload:
         _check(StatesConfig, self._of_states)
         _check(ParametersConfig, self._of_parameters)
         self.others: list[OptimizerOffload | ParameterOffload] = []
+
+    @classmethod
+    def from_settings(
+        cls, source: str | os.PathLike[str] | Mapping[str, Any], **others: Any
+    ) -> Self:
+        """The callback with the settings of a TOML file, or of a mapping like it.
+
+            callbacks=[OffloadCallback.from_settings("offload.toml")]
+
+        Args:
+            source: as of `read_settings`.
+            others: arguments that no file has, such as `layers` or `frozen_cache`.
+
+        Raises:
+            ConfigurationError: the file cannot be read, or one of its settings cannot be.
+        """
+        given = read_settings(source)
+        if given.pop("layer_major"):
+            raise ConfigurationError(
+                "a trainer runs its own steps; leave layer_major out of the settings"
+            )
+        activations = given.pop("activations") or {"mode": "off"}
+        return cls(**given, **activations, **others)
 
     def open(
         self,
