@@ -51,7 +51,14 @@ LANGUAGES = {"bash", "text", "python"}
 # For each command the first row that fits: what it looks like, and the test that runs it or what it
 # needs. A test that runs the program with other sizes or flags counts; the flags are checked below.
 COMMANDS: tuple[tuple[str, str], ...] = (
-    (r"^pip install|^docker |^source ", "needs: the network, docker or a shell of your own"),
+    (r"^pip (un)?install|^docker |^source |^git pull",
+     "needs: the network, docker or a shell of your own"),
+    (r"-m mkdocs build", "tests/integrations/test_docs_site.py::"
+     "test_every_page_is_there_and_the_first_is_the_readme"),
+    (r"-m mkdocs serve", "needs: a browser"),
+    (r"^srun .*megatron-offload doctor",
+     "tests/unit/test_doctor.py::test_a_directory_is_taken_for_ssd"),
+    (r"^srun .*mkdir", "needs: Slurm"),
     (r"^torchrun|^srun ", "tests/megatron/test_unmodified_megatron_lm.py::"
      "test_losses_weights_and_optimizer_are_bit_identical"),
     (r"pytest tests/megatron/test_unmodified_", "needs: a Megatron-LM checkout"),
