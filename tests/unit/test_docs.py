@@ -94,7 +94,11 @@ COMMANDS: tuple[tuple[str, str], ...] = (
      "tests/megatron/test_cluster_examples.py::test_flags_pass_the_trainers_checks"),
     (r"sbatch .*examples/cluster/train\.sbatch",
      "tests/megatron/test_cluster_examples.py::test_a_slurm_job_starts_each_node_with_its_number"),
-    (r"examples/(huggingface|deepspeed)/train\.sh", "needs: a minute, and frameworks"),
+    (r"examples/huggingface/train\.sh", "tests/integrations/test_examples.py::"
+     "test_a_qwen_with_adapters_trains_the_same_with_transformers_trainer"),
+    (r"examples/fsdp2/train\.sh",
+     "tests/integrations/test_examples.py::test_two_ranks_of_fsdp2_train_the_same"),
+    (r"examples/deepspeed/train\.sh", "needs: a minute, and frameworks"),
     (r"megatron-offload doctor --script",
      "tests/integrations/test_script_commands.py::test_doctor_looks_at_the_settings_in_it"),
     (r"megatron-offload report --memory",

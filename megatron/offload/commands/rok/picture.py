@@ -49,7 +49,8 @@ def _draw(axes: Any, result: Result) -> None:
     axes.set_ylabel("tokens a second")
     axes.set_title(result.title, fontsize=10)
     axes.set_xlim(left=0, right=1.06 * axes.get_xlim()[1])
-    begin_near(axes, [one.tokens_per_s for one in (*result.measured, *result.frontier)])
+    speeds = [one.tokens_per_s for one in result.measured]
+    begin_near(axes, [*speeds, *(point.tokens_per_s for point in result.frontier)])
     axes.grid(alpha=0.3)
     keep = [one.tokens_per_s for one in result.measured if one.placement == "off"]
     if keep and len(sizes) == 1:
