@@ -11,7 +11,7 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 # shellcheck source=tools/bootstrap.sh
 source "$ROOT/tools/bootstrap.sh"
 bootstrap
-bootstrap_frameworks
+if [[ -z "${MEGATRON_OFFLOAD_PYTHON:-}" ]]; then bootstrap_frameworks; fi
 offload_allocator
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 exec "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "${NPROC_PER_NODE:-2}" \

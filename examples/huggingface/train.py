@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a small Llama with transformers' Trainer, its activations on the SSD.
+"""Trains a small Llama or Qwen with transformers' Trainer, its activations on the SSD.
 
     examples/huggingface/train.sh                        # installs what is missing
-    examples/huggingface/train.sh --lora --steps 40
+    examples/huggingface/train.sh --lora --family qwen3 --steps 40
     examples/huggingface/train.sh --everything           # optimizer states and parameters too
     examples/huggingface/train.sh --mode auto --budget 100MiB --steps 30
 
@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 from megatron.offload import OffloadCallback
 
@@ -28,13 +28,17 @@ from text import NUM_WORDS, rows_of_text  # noqa: E402
 
 
 def make_model(args: argparse.Namespace) -> torch.nn.Module:
-    """A new Llama, or adapters on one that stays as it is."""
-    model = LlamaForCausalLM(
-        LlamaConfig(
+    """A new model, or adapters on one that stays as it is."""
+    heads = args.hidden // 64
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(
+            args.family,
             hidden_size=args.hidden,
             intermediate_size=8 * args.hidden // 3,
             num_hidden_layers=args.layers,
-            num_attention_heads=args.hidden // 64,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            head_dim=64,
             vocab_size=args.vocabulary,
             max_position_embeddings=max(args.tokens, 2048),
             use_cache=False,
@@ -49,6 +53,7 @@ def make_model(args: argparse.Namespace) -> torch.nn.Module:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--family", default="llama", help="llama, qwen3, ... of transformers")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--vocabulary", type=int, default=NUM_WORDS)

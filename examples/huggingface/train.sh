@@ -10,6 +10,6 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 # shellcheck source=tools/bootstrap.sh
 source "$ROOT/tools/bootstrap.sh"
 bootstrap
-bootstrap_frameworks
+if [[ -z "${MEGATRON_OFFLOAD_PYTHON:-}" ]]; then bootstrap_frameworks; fi
 offload_allocator
 exec "$PYTHON" "$ROOT/examples/huggingface/train.py" "$@"

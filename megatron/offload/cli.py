@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_CommandParser)
     doctor = commands.add_parser(
         "doctor",
-        help="whether the flags can work on this machine: disks, memory, GPU, versions",
+        help="whether the flags should work on this machine: disks, memory, GPU, versions",
         usage="%(prog)s [-h] [--json] [--no-bandwidth] [--script FILE [--script-args TEXT]] "
         "[OFFLOAD FLAGS] [-- LAUNCH COMMAND]",
         description="Checks this machine and says what to do where something is missing. Takes "

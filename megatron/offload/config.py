@@ -39,11 +39,11 @@ class OffloadConfig(TierSettings):
     mode: str = flag(
         "--activation-offload",
         "off",
-        "off: activations stay in device memory. keep: they stay as well, but for those that "
+        "off: activations stay in device memory. keep: they stay too, except those that "
         "--activation-replay computes again. ssd: every activation of at least "
         "--activation-offload-min-bytes is written to --activation-offload-dir during the forward "
         "pass and read back before the backward pass needs it. host: the same, to host memory. "
-        "tiered: to host memory and SSD side by side, in proportion to their measured bandwidth. "
+        "tiered: to host memory and SSD together, in proportion to their measured bandwidth. "
         "auto: the first steps are measured with everything offloaded, then each layer's attention "
         "and MLP stay, are recomputed or go to host memory or SSD, whatever takes the least time "
         "within --activation-memory-budget. Results are bit-identical.",
@@ -59,7 +59,7 @@ class OffloadConfig(TierSettings):
         "--activation-offload-layers",
         None,
         "layers whose activations leave device memory, by their numbers in the whole model, for "
-        "example 1-8,12 or all; with encoder. or decoder. in front where both have that number. "
+        "example 1-8,12 or all; put encoder. or decoder. in front where both have that number. "
         "The other layers keep theirs. Default: all that are not recomputed.",
         parse=LayerSet.parse,
         metavar="LAYERS",
@@ -76,9 +76,10 @@ class OffloadConfig(TierSettings):
         None,
         "where the inputs of recomputed layers wait until these run again. keep: in device memory. "
         "host: in host memory, written when the layer has run and read ahead of its recomputation. "
-        "ssd: the same, on --activation-offload-dir. tiered: the same, on both side by side. "
-        "Default: keep; with Megatron's own --recompute-granularity full where "
-        "--activation-offload says; with auto, which only takes keep, where the plan says.",
+        "ssd: the same, on --activation-offload-dir. tiered: the same, on both together. auto "
+        "takes keep only: its plan chooses. Default: keep; with Megatron's own "
+        "--recompute-granularity full, where --activation-offload says; with auto, where the plan "
+        "says.",
         choices=("keep", "host", "ssd", "tiered"),
     )
     boundary: str = flag(
@@ -125,9 +126,10 @@ class OffloadConfig(TierSettings):
     granularity: str = flag(
         "--activation-offload-granularity",
         "operation",
-        "how much of a layer of Megatron has run when what it saved begins to leave device memory. "
-        "layer: all of it. part: its attention, then its MLP. operation: each linear layer, norm "
-        "and core attention, so that forward holds little more than what it works on.",
+        "when the tensors that a layer of Megatron has saved start to leave device memory. layer: "
+        "after the whole layer. part: after its attention, then after its MLP. operation: after "
+        "each linear layer, norm and core attention, so that forward holds little more than what "
+        "it works on.",
         choices=("layer", "part", "operation"),
     )
     threads: int | None = tier_flag(
@@ -165,9 +167,10 @@ class OffloadConfig(TierSettings):
         None,
         "most bytes of a rank's pool of page-locked host memory, to which storages of an "
         "accelerator are copied on their way to SSDs: device memory is free when that copy has "
-        "ended, and not when the drive has the bytes. What finds no room goes through staging "
-        "buffers, piece by piece. 0: everything does. Default: 2GiB, or less so that all ranks of "
-        "the machine take a sixteenth of its memory at most. Of no use on a CPU and with io gds.",
+        "ended, and not when the drive has the bytes. Storages that find no room in it go through "
+        "staging buffers, piece by piece. 0: everything goes through the staging buffers. Has no "
+        "effect on a CPU or with io gds. Default: 2GiB, or less so that all ranks of the machine "
+        "take a sixteenth of its memory at most.",
         parse=parse_size,
         metavar="SIZE",
     )
@@ -181,8 +184,8 @@ class OffloadConfig(TierSettings):
     )
     write_bytes_per_s: float | None = tier_flag(
         "--activation-offload-write-limit",
-        "most bytes per second that a rank writes to its SSDs, for example 500MB/s: leaves the "
-        "disk to others and spares the drive. Default: no limit.",
+        "most bytes per second that a rank writes to its SSDs, for example 500MB/s, which "
+        "leaves bandwidth to other programs and spares the drive. Default: no limit.",
     )
     trace_file: Path | None = flag(
         "--activation-offload-trace",
@@ -207,7 +210,7 @@ class OffloadConfig(TierSettings):
         None,
         "on: a saved tensor that is a cheap function of other saved tensors (a norm's output, an "
         "activation function's, a cast, a sum) is neither kept nor moved; backward computes it "
-        "again of these, with the same bytes. Each kind is compared with what was saved when a "
+        "again from these, with the same bytes. Each kind is compared with what was saved when a "
         "layer first saves it. With auto a plan chooses which layers do so. off: all that autograd "
         "saves is kept or moved. Default: on, with every --activation-offload but off.",
         choices=("off", "on"),
@@ -236,12 +239,11 @@ class OffloadConfig(TierSettings):
     tiled_mlp: str | int = flag(
         "--activation-tiled-mlp",
         "off",
-        "run each MLP over tiles of so many tokens: of what it saves its input is left, and of "
-        "what it makes wide no more than a tile is ever in memory; backward runs a tile again, "
-        "takes its gradients and goes on to the next. auto: tiles of as many tokens as a token has "
-        "values, 1024 at least. Experts are left alone. Works with every --activation-offload, off "
-        "too. Not bit-identical where there is more than one tile: the sums of gradients have "
-        "another order.",
+        "run each MLP over tiles of so many tokens. It saves its input only, and its wide tensors "
+        "are in memory for one tile at a time; backward runs a tile again, takes its gradients and "
+        "goes on to the next. auto: tiles of as many tokens as a token has values, 1024 at least. "
+        "Experts are left alone. Works with every --activation-offload, off too. Not bit-identical "
+        "where there is more than one tile: the sums of gradients have another order.",
         parse=count_or_word("tokens"),
         metavar="{off,auto,TOKENS}",
     )

@@ -173,7 +173,7 @@ class Settings:
         names = {spec.metadata["flag"]: spec.name for spec in _fields(cls)} | dict(cls.other_names)
         for name in sorted(names, key=len, reverse=True):
             message = message.replace(name, names[name])
-        return message
+        return message.replace(" directory DIR", " directory=...")
 
     @classmethod
     @contextlib.contextmanager

@@ -69,7 +69,7 @@ class TierSettings(Settings):
         """
         if self.uses_ssd and not self.directories:
             raise ConfigurationError(
-                f"{self.prefix}{asks} needs a place on an SSD; give it with {self.flags}dir DIR"
+                f"{self.prefix}{asks} needs a place on an SSD; give {self.flags}dir DIR"
             )
         if len(set(self.directories)) < len(self.directories):
             raise ConfigurationError(

@@ -461,7 +461,7 @@ def test_what_an_optimizer_has_updated_before_an_error_is_not_lost(
         (
             Language,
             {"mode": "ssd"},
-            "parameters: mode ssd needs a place on an SSD; give it with directory DIR",
+            "parameters: mode ssd needs a place on an SSD; give directory=...",
         ),
         (Language, {"mode": "host", "live_units": 1}, "live_units 1 leaves no room to read ahead"),
         (Language, {"mode": "host", "units": 9}, "the model has 6 layers"),

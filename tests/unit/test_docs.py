@@ -52,7 +52,14 @@ LANGUAGES = {"bash", "text", "python", "toml"}
 # For each command the first row that fits: what it looks like, and the test that runs it or what it
 # needs. A test that runs the program with other sizes or flags counts; the flags are checked below.
 COMMANDS: tuple[tuple[str, str], ...] = (
-    (r"^pip install|^docker |^source ", "needs: the network, docker or a shell of your own"),
+    (r"^pip (un)?install|^docker |^source |^git pull",
+     "needs: the network, docker or a shell of your own"),
+    (r"-m mkdocs build", "tests/integrations/test_docs_site.py::"
+     "test_every_page_is_there_and_the_first_is_the_readme"),
+    (r"-m mkdocs serve", "needs: a browser"),
+    (r"^srun .*megatron-offload doctor",
+     "tests/unit/test_doctor.py::test_a_directory_is_taken_for_ssd"),
+    (r"^srun .*mkdir", "needs: Slurm"),
     (r"^torchrun|^srun ", "tests/megatron/test_unmodified_megatron_lm.py::"
      "test_losses_weights_and_optimizer_are_bit_identical"),
     (r"pytest tests/megatron/test_unmodified_", "needs: a Megatron-LM checkout"),
@@ -88,7 +95,11 @@ COMMANDS: tuple[tuple[str, str], ...] = (
      "tests/megatron/test_cluster_examples.py::test_flags_pass_the_trainers_checks"),
     (r"sbatch .*examples/cluster/train\.sbatch",
      "tests/megatron/test_cluster_examples.py::test_a_slurm_job_starts_each_node_with_its_number"),
-    (r"examples/(huggingface|deepspeed)/train\.sh", "needs: a minute, and frameworks"),
+    (r"examples/huggingface/train\.sh", "tests/integrations/test_examples.py::"
+     "test_a_qwen_with_adapters_trains_the_same_with_transformers_trainer"),
+    (r"examples/fsdp2/train\.sh",
+     "tests/integrations/test_examples.py::test_two_ranks_of_fsdp2_train_the_same"),
+    (r"examples/deepspeed/train\.sh", "needs: a minute, and frameworks"),
     (r"megatron-offload doctor --script",
      "tests/integrations/test_script_commands.py::test_doctor_looks_at_the_settings_in_it"),
     (r"megatron-offload report --memory",

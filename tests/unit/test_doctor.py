@@ -388,14 +388,14 @@ def test_words_carry_the_meaning_and_colours_repeat_it():
     plain = diagnosis.as_text()
     assert "\033" not in plain and "\033[31m" in diagnosis.as_text(colour=True)
     assert "-> improve it" in plain and max(map(len, plain.splitlines())) <= 100
-    assert plain.splitlines()[-1] == "These flags cannot work on this machine; to put right: three"
+    assert plain.splitlines()[-1] == "These flags cannot work on this machine; fix: three"
 
 
 def test_the_verdict_names_warnings_and_the_next_step():
     section = Section("Heading", [Check("two", Status.WARNING, "so so", "improve it")])
-    assert Diagnosis([section]).verdict == "These flags can work on this machine; warnings: two"
+    assert Diagnosis([section]).verdict == "These flags should work on this machine; warnings: two"
     nothing = Diagnosis([], "activation offload", "begin")
-    assert nothing.verdict == "Activation offload can work on this machine; begin"
+    assert nothing.verdict == "Activation offload should work on this machine; begin"
 
 
 def test_without_tqdm_a_terminal_gets_a_line(monkeypatch, capsys):

@@ -146,7 +146,7 @@ def test_a_published_step_is_marked_where_model_and_hardware_are_its_own() -> No
     found = schedules(ZERO)
     step, passes = published_of(found)
     assert step.tokens == passes.tokens == found.pairs[0][0].tokens
-    # Forward and backward are 24 % below the published 206 s, see docs/layer-major.md.
+    # Forward and backward are 24 % below the published 206 s, see docs/layer-major-speed.md.
     assert found.pairs[0][0].passes.passes_s == pytest.approx(passes.seconds, rel=0.25)
     assert published_of(schedules(ZERO.replace("--num-layers 62", "--num-layers 61"))) == []
     assert published_of(schedules(SSD)) == []

@@ -5,6 +5,7 @@ missing is named with what to install.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,12 @@ def test_a_star_import_has_every_name_where_transformers_is_there() -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     assert all(hasattr(megatron.offload, name) for name in megatron.offload.__all__)
     assert "OffloadCallback" in megatron.offload.__all__
+
+
+def test_the_api_page_has_every_name() -> None:
+    page = (ROOT / "docs/api.md").read_text()
+    named = re.findall(r"^::: megatron\.offload\.(\w+)$", page, re.MULTILINE)
+    assert sorted(named) == sorted({*megatron.offload.__all__, "OffloadCallback"})
 
 
 @pytest.mark.parametrize(

@@ -20,17 +20,10 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
+from megatron.offload.commands.drawing import begin_near, look_of
 from megatron.offload.documents import FAULTS, from_json, reason_of
 
-COLORS = {
-    "off": "tab:gray",
-    "recompute": "tab:orange",
-    "recompute-ssd": "tab:red",
-    "ssd": "tab:blue",
-    "ssd-no-replay": "tab:cyan",
-}
-MARKERS = {"default": "o", "offload": "s"}
-ALLOCATORS = {"default": "the C library's malloc", "offload": "offload's allocator"}
+HOLLOW = "hollow: the C library's malloc; filled: offload's allocator"
 
 
 def title_of(result: dict[str, Any]) -> str:
@@ -46,19 +39,26 @@ def title_of(result: dict[str, Any]) -> str:
 
 def plot(axes: Any, result: dict[str, Any]) -> None:
     """Draws one comparison, a point for each variant."""
+    replays = any(row["variant"]["placement"] == "ssd" for row in result["summary"])
     for row in result["summary"]:
         variant = row["variant"]
         placement, allocator = variant["placement"], variant["allocator"]
         x, y = row["peak_bytes"] / (1 << 20), 1 / row["time_ratio"]
-        label = f"{placement}, {ALLOCATORS[allocator]}"
-        style = {"color": COLORS[placement], "marker": MARKERS[allocator]}
-        axes.scatter(x, y, s=90, label=label, zorder=3, **style)
-    axes.legend(fontsize=8, loc="lower right")
+        if not replays:  # then there is one ssd, as docs/results/placements.md calls it
+            placement = placement.removesuffix("-no-replay")
+        color, marker = look_of(placement)
+        face = "none" if allocator == "default" else color
+        axes.plot(x, y, marker, color=color, markersize=10, markerfacecolor=face, zorder=3)
+        place = (0, -18) if allocator == "default" else (0, 9)
+        look = {"textcoords": "offset points", "ha": "center", "color": color}
+        axes.annotate(placement, (x, y), place, **look)
+    if any(row["variant"]["allocator"] == "default" for row in result["summary"]):
+        axes.plot([], [], "o", color="gray", markerfacecolor="none", label=HOLLOW)
+        axes.legend(fontsize=8, loc="upper center")
     axes.set_title(title_of(result))
     axes.set_xlabel("peak activation memory, MiB")
     axes.set_ylabel("speed relative to the fastest off")
     axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0, top=1.25)
     axes.grid(alpha=0.3)
 
 
@@ -72,15 +72,24 @@ def main() -> int:
     )
     parser.add_argument("--output", type=Path, required=True, help="PNG or SVG")
     args = parser.parse_args()
-    figure, all_axes = plt.subplots(
-        1, len(args.results), figsize=(5.5 * len(args.results), 4), squeeze=False, sharey=True
+    rows = -(-len(args.results) // 2)
+    size = (5.5 * min(len(args.results), 2), 4 * rows)
+    figure, grid = plt.subplots(
+        rows, min(len(args.results), 2), figsize=size, squeeze=False, sharey=True
     )
-    for axes, path in zip(all_axes[0], args.results, strict=True):
+    all_axes = grid.flat[: len(args.results)]
+    for unused in grid.flat[len(args.results) :]:
+        unused.set_axis_off()
+    speeds: list[float] = []
+    for axes, path in zip(all_axes, args.results, strict=True):
         try:
-            plot(axes, from_json(path.read_bytes()))
+            result = from_json(path.read_bytes())
+            plot(axes, result)
+            speeds += [1 / row["time_ratio"] for row in result["summary"]]
         except (OSError, *FAULTS) as error:
             reason = reason_of(error)
             parser.error(f"{path} is not a result of compare_placements.py --json: {reason}")
+    begin_near(all_axes[0], speeds)  # the others have the same axis
     figure.tight_layout()
     figure.savefig(args.output, dpi=120)
     print(f"wrote {args.output}")

@@ -24,10 +24,10 @@ class LayerMajorConfig(Settings):
         "--layer-major-units",
         "off",
         "divide the layers into so many units, and run each unit for all micro-batches of a step "
-        "before the next. What comes in for a unit (its parameters, where they are offloaded or "
-        "sharded) then comes once a step and not once a micro-batch. auto: each layer is a unit. "
-        "Needs one pipeline stage. Results are bit-identical but for parameters that several units "
-        "share, whose gradients are added in another order.",
+        "before the next. A unit's parameters, if they are offloaded or sharded, then come in once "
+        "a step and not once a micro-batch. auto: each layer is a unit. Needs one pipeline stage. "
+        "Results are bit-identical except for parameters that several units share, whose gradients "
+        "are added in another order.",
         parse=count_or_word("units"),
         metavar="{off,auto,N}",
     )

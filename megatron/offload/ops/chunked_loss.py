@@ -21,7 +21,7 @@ Where g is known in forward, a chunk's logits need not be computed again: three 
 instead of four. Usually g is the same for all tokens of all passes, the loss scale over the
 number of tokens: `ExpectedGradient`. Forward makes the gradients for the g of the pass before,
 backward takes them if g has come to be that, and computes them anew if not. Both ways are the same
-operations on the same numbers, so no bit depends on which it was.
+operations on the same numbers, so both paths give identical bits.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class ParametersConfig(TierSettings):
         "off",
         "off: parameters stay in memory. ssd: those of layers are on --parameter-offload-dir, and "
         "are read before their unit of layers runs. host: the same, in host memory. tiered: in "
-        "both side by side. What is outside of layers (embeddings, the output layer) stays in "
+        "both together. Parameters outside of layers (embeddings, the output layer) stay in "
         "memory. Results are bit-identical.",
         choices=("off", "host", "ssd", "tiered"),
     )
@@ -49,7 +49,7 @@ class ParametersConfig(TierSettings):
         "--parameter-codec",
         "off",
         "off: frozen parameters move as they are. int8: in units of layers that are frozen as a "
-        "whole, matrices are rounded once, to 8 bits a value, and move as that; layers compute "
+        "whole, matrices are rounded once, to 8 bits a value, and move so; layers compute "
         "with the rounded values, in the type that the weights have. nf4: the same in 4 bits. For "
         "adapters (LoRA) on a model that is larger than memory.",
         choices=("off", *CODECS),

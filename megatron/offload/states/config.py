@@ -37,7 +37,7 @@ class StatesConfig(TierSettings):
         "off",
         "off: optimizer states stay in memory. ssd: they and the main weights are on "
         "--optimizer-state-dir, and each step reads them bucket by bucket. host: the same, in "
-        "host memory. tiered: in both side by side, in proportion to their measured bandwidth. "
+        "host memory. tiered: in both together, in proportion to their measured bandwidth. "
         "auto: on the SSD, with as large a window as --device-memory-budget leaves beside "
         "activations. "
         "Results are bit-identical.",
@@ -59,9 +59,9 @@ class StatesConfig(TierSettings):
     window_bytes: int = flag(
         "--optimizer-state-window",
         DEFAULT_WINDOW_BYTES,
-        "most optimizer states in memory at a time. What fits stays from one step to the next and "
-        "is neither written nor read. With an accelerator and ssd it is page-locked host memory; "
-        "the device has three buckets during a step.",
+        "most bytes of optimizer states in memory at a time. States that fit stay from one step to "
+        "the next and are neither written nor read. With an accelerator and ssd it is page-locked "
+        "host memory; the device has three buckets during a step.",
         parse=parse_size,
         metavar="SIZE",
     )
@@ -101,9 +101,9 @@ class StatesConfig(TierSettings):
         "--device-memory-budget",
         None,
         "with auto: most memory of the device that weights, gradients, states and activations of a "
-        "rank may take together, for example 70GiB; on a CPU the most that the process may. With "
-        "--activation-offload auto both are decided together. Default: states take what helps, up "
-        "to half of the memory that is free.",
+        "rank may take together, for example 70GiB; on a CPU the most memory of the process. With "
+        "--activation-offload auto the planner decides both together. Default: states take what "
+        "helps, up to half of the memory that is free.",
         parse=parse_positive_size,
         metavar="SIZE",
     )

@@ -97,7 +97,7 @@ class StepHistory:
             ]
         rows += [
             ("forwarded", f"{size('forwarded_bytes')} (needed while in memory: no read)"),
-            ("rejected", f"{size('rejected_bytes')} (no tier had room, or one failed: stayed)"),
+            ("rejected", f"{size('rejected_bytes')} (no room on any tier, or a write failed)"),
         ]
         for name, reason in LEFT_ALONE.items():
             if self._median(name):

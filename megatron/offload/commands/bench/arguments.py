@@ -19,8 +19,7 @@ FULL = {"size": 2 * GIB, "blocks": [MIB, 4 * MIB, 16 * MIB], "depths": [1, 4, 8]
 QUICK = {"size": 512 * MIB, "blocks": [4 * MIB], "depths": [4], "pairs": 3}
 
 DESCRIPTION = """\
-Measures bandwidth and processor time of the storage tiers, side by side with fio where fio is
-installed.
+Measures bandwidth and processor time of the storage tiers, and those of fio if fio is installed.
 
   megatron-offload bench --directory /mnt/nvme/bench --json bench.json --plot bench.png
   megatron-offload bench --quick                     # half a minute: 4 MiB blocks, depth 4

@@ -90,14 +90,14 @@ class Diagnosis:
 
     @property
     def verdict(self) -> str:
-        """One line that says whether it can work on this machine, and what is in the way."""
+        """One line that says whether it should work on this machine, and what to fix."""
         subject = self.subject[0].upper() + self.subject[1:]
         problems, warnings = self._names(Status.PROBLEM), self._names(Status.WARNING)
         if problems:
-            return f"{subject} cannot work on this machine; to put right: {problems}"
+            return f"{subject} cannot work on this machine; fix: {problems}"
         found = f"; warnings: {warnings}" if warnings else ""
         step = f"; {self.next_step}" if self.next_step else ""
-        return f"{subject} can work on this machine{found}{step}"
+        return f"{subject} should work on this machine{found}{step}"
 
     def _names(self, status: Status) -> str:
         """Of the checks that ended so, each once."""

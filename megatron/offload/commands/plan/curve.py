@@ -9,19 +9,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron.offload.commands.drawing import figure
+from megatron.offload.commands.drawing import begin_near, figure, look_of
 from megatron.offload.commands.plan.comparison import REPLAY_ALL, PlanComparison
 
 GIB = 1 << 30
-_MARKERS = {
-    "keep all": "s",
-    "recompute all": "^",
-    "recompute, inputs on ssd": "X",
-    "recompute, inputs on host": "x",
-    "ssd all": "D",
-    "host all": "v",
-    "TBA's suffix": "P",
-    REPLAY_ALL: "p",
+# The strategies of a comparison, as `rok` calls them.
+_STRATEGIES = {
+    "keep all": "off",
+    "recompute all": "recompute",
+    "recompute, inputs on ssd": "recompute-ssd",
+    "recompute, inputs on host": "recompute-host",
+    "ssd all": "ssd",
+    "host all": "host",
+    "TBA's suffix": "suffix",
+    REPLAY_ALL: "replay",
 }
 
 
@@ -38,25 +39,26 @@ def _draw(axes: Any, comparison: PlanComparison) -> None:
     points = sorted((one.peak_bytes / GIB, keep_s / one.step_s) for _, one in comparison.curve)
     replays = bool(comparison.curve_without_replay)
     label = "plans with replay, by budget" if replays else "plans, by budget"
-    axes.plot(*zip(*points, strict=True), "o-", color="tab:blue", label=label)
+    axes.plot(*zip(*points, strict=True), "o-", color=look_of("auto").color, label=label)
     if replays:
         without = comparison.curve_without_replay
         plain = sorted((one.peak_bytes / GIB, keep_s / one.step_s) for _, one in without)
         axes.plot(*zip(*plain, strict=True), "o--", color="tab:gray", label="plans without replay")
         _mark_goal(axes, comparison)
     for name, one in comparison.strategies.items():
-        if one is None or name not in _MARKERS:
+        if one is None or name not in _STRATEGIES:
             continue
         place = (one.peak_bytes / GIB, keep_s / one.step_s)
-        axes.plot(*place, _MARKERS.get(name, "x"), markersize=9, label=name)
+        color, marker = look_of(_STRATEGIES[name])
+        axes.plot(*place, marker, color=color, markersize=9, label=name)
 
 
 def _mark_goal(axes: Any, comparison: PlanComparison) -> None:
     """The plans for the goal that was asked for, with replay and without, by their peaks."""
     keep_s = comparison.keep.step_s
     for one, color, which, above in (
-        (comparison.predicted, "tab:blue", "with replay", 9),
-        (comparison.without_replay, "tab:gray", "without", -17),
+        (comparison.predicted, look_of("auto").color, "with replay", 9),
+        (comparison.without_replay, "tab:gray", "without", -30),
     ):
         if one is None:
             continue
@@ -72,10 +74,13 @@ def _mark_goal(axes: Any, comparison: PlanComparison) -> None:
 
 
 def _label(axes: Any, comparison: PlanComparison) -> None:
+    keep_s = comparison.keep.step_s
+    curves = (*comparison.curve, *comparison.curve_without_replay)
+    drawn = [*(one for _, one in curves), *filter(None, comparison.strategies.values())]
     axes.set_xlabel("peak activation memory, GiB")
     axes.set_ylabel("speed, relative to keeping everything")
     axes.set_title(comparison.profile.source, fontsize=10)
     axes.set_xlim(left=0)
-    axes.set_ylim(0, 1.1)
+    begin_near(axes, [keep_s / one.step_s for one in drawn])
     axes.grid(alpha=0.3)
     axes.legend()

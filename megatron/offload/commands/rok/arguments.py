@@ -45,8 +45,7 @@ The dashed line of the picture is what the planner predicts for any budget.
 
 The second table says for each budget whether auto is as fast as every strategy that fits into the
 same memory; with --check the exit code is 1 where it is not. Behind a fast drive there is little to
-decide: --activation-offload-write-limit makes it slower. That bounds writes only; reads are as fast
-as the drive is.
+decide: --activation-offload-write-limit makes writes slower; reads are as fast as the drive is.
 
 Exit code: 0 done, 1 with --check: auto lost or losses differ, 2 it could not be measured."""
 
@@ -83,8 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--turns",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="trainings take turns, a step each, so that a machine that is slower for a while "
-        "slows all of them; their memory has to fit side by side. Default: where there is no GPU",
+        help="trainings take turns, a step each, so that a temporary slowdown affects all of them "
+        "equally; they must fit in memory at the same time. Default: where there is no GPU",
     )
     measure.add_argument(
         "--rounds", type=count, metavar="N", help="default: 1 with turns, 3 without"

@@ -11,28 +11,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.offload.commands.drawing import figure
+from megatron.offload.commands.drawing import begin_near, figure, look_of
 from megatron.offload.commands.rok.measurements import MeasuredPoint
 from megatron.offload.commands.rok.result import Result
-from megatron.offload.commands.rok.strategy import TITLES
+from megatron.offload.commands.rok.strategy import STRATEGIES, TITLES
 from megatron.offload.sizes import MIB
 
-# Colours of Okabe and Ito, which colour-blind people can tell apart.
-_STYLES = {
-    "off": ("#000000", "s"),
-    "recompute": ("#D55E00", "^"),
-    "recompute-ssd": ("#D55E00", "X"),
-    "selective": ("#E69F00", "v"),
-    "ssd": ("#0072B2", "D"),
-    "host": ("#56B4E9", "<"),
-    "tiered": ("#56B4E9", ">"),
-    "suffix": ("#CC79A7", "P"),
-    "auto": ("#009E73", "o"),
-}
 _LABELS = {
     **TITLES,
     "suffix": "first layers to ssd, rest kept",
-    "auto": "auto, measured at each budget",
+    "auto": "auto, beside its budget",
 }
 
 
@@ -53,16 +41,21 @@ def _draw(axes: Any, result: Result) -> None:
         )
         if points:
             label = "auto, predicted for any budget" if number == 0 else None
-            color, _ = _STYLES["auto"]
-            axes.plot(*zip(*points, strict=True), "--", color=color, linewidth=1, label=label)
-    for placement in _STYLES:
+            line = {"color": look_of("auto").color, "linewidth": 1, "label": label}
+            axes.plot(*zip(*points, strict=True), "--", **line)
+    for placement in STRATEGIES:
         _draw_strategy(axes, [one for one in result.measured if one.placement == placement], sizes)
     axes.set_xlabel("peak activation memory, MiB")
     axes.set_ylabel("tokens a second")
     axes.set_title(result.title, fontsize=10)
     axes.set_xlim(left=0, right=1.06 * axes.get_xlim()[1])
-    axes.set_ylim(bottom=0, top=1.12 * axes.get_ylim()[1])
+    speeds = [one.tokens_per_s for one in result.measured]
+    begin_near(axes, [*speeds, *(point.tokens_per_s for point in result.frontier)])
     axes.grid(alpha=0.3)
+    keep = [one.tokens_per_s for one in result.measured if one.placement == "off"]
+    if keep and len(sizes) == 1:
+        of_keep = (lambda y: 100 * y / max(keep)), (lambda percent: max(keep) * percent / 100)
+        axes.secondary_yaxis("right", functions=of_keep).set_ylabel("% of keep all")
     if len({one.allocator for one in result.measured}) > 1:
         hollow = "hollow: with the C library's allocator"
         axes.plot([], [], "o", color="gray", markerfacecolor="none", label=hollow)
@@ -72,7 +65,7 @@ def _draw_strategy(axes: Any, measured: Sequence[MeasuredPoint], sizes: Sequence
     """Its points; several of one batch size are joined, by memory."""
     if not measured:
         return
-    color, marker = _STYLES[measured[0].placement]
+    color, marker = look_of(measured[0].placement)
     label: str | None = _LABELS[measured[0].placement]
     two_allocators = len({one.allocator for one in measured}) > 1
     for one in measured:
@@ -94,7 +87,7 @@ def _draw_strategy(axes: Any, measured: Sequence[MeasuredPoint], sizes: Sequence
             if one.is_rule:  # there are others close to it
                 look = {"xytext": (24, -40), "arrowprops": {"arrowstyle": "-", "linewidth": 0.6}}
             else:
-                look = {"xytext": (6, -12)}
+                look = {"xytext": (0, 8), "ha": "center", "color": color}
             axes.annotate(words, place, textcoords="offset points", fontsize=7, **look)
     for size in sizes:
         own = sorted(
@@ -109,6 +102,8 @@ def _draw_strategy(axes: Any, measured: Sequence[MeasuredPoint], sizes: Sequence
 def _words(one: MeasuredPoint, many_sizes: bool) -> str:
     """What is written beside a point."""
     parts = []
+    if one.budget_bytes is not None and not many_sizes:
+        parts.append(f"{one.budget_bytes / MIB:.0f} MiB")
     if many_sizes and one.placement in ("off", "recompute", "ssd"):
         parts.append(f"batch {one.micro_batch_size}")
     if one.is_rule:

@@ -37,9 +37,10 @@ The command that you train with comes after --. It gives the limits: --device-me
 --layer-major-units, and leaves out flags of checkpoints and of the schedule.
 
 With a --device-memory-budget the best candidates are measured too, one after the other, until one
-keeps to it: six trainings at most. Only what was measured is chosen then. What waits for a drive
-is in device memory too: --activation-offload-inflight is set to 1 to 2 % of the budget (4MiB at
-least), unless the command has one; it is measured so and belongs to the choice.
+keeps to it: six trainings at most. Only settings that were measured can be chosen then.
+Activations that wait for a drive are in device memory too: tune sets
+--activation-offload-inflight to 1 to 2 % of the budget (4MiB at least), unless the command has one;
+it is measured so and belongs to the choice.
 
 Exit code: 0 done, 2 it could not be measured, or nothing keeps to the limits."""
 
@@ -106,14 +107,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_two,
         default=(1, 4),
         metavar="N,N",
-        help="two sizes that you may train with, to be measured; default: 1,4",
+        help="two sizes to measure; choose sizes that you would train with. Default: 1,4",
     )
     measure.add_argument(
         "--micro-batches",
         type=_two,
         default=(2, 4),
         metavar="N,N",
-        help="two numbers of micro-batches of a step, to be measured; default: 2,4",
+        help="two numbers of micro-batches of a step to measure; default: 2,4",
     )
     measure.add_argument(
         "--steps",
@@ -147,8 +148,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--turns",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="trainings take turns, a step each, so that a machine that is slower for a while "
-        "slows all of them; their memory has to fit side by side, and the script has to know "
+        help="trainings take turns, a step each, so that a temporary slowdown affects all of them "
+        "equally; they must fit in memory at the same time, and the script must know "
         "--wait-for-input. Default: for the trainer of this checkout where there is no GPU",
     )
     measure.add_argument(

@@ -38,7 +38,7 @@ from megatron.offload.tiers.tier import Tier
 
 _REMEMBERED_GAPS = 6
 # Of a resident set. A GPU's numbers are those of its allocator, which knows what it has given out.
-_SLACK_OF_HOST = 0.15  # docs/results/README.md, "What the resident set holds"
+_SLACK_OF_HOST = 0.15  # docs/results/rok.md, "What the resident set holds"
 _LEAST_BUSY_S = 0.1  # of a tier in a step, for its rate to be that step's: less is mostly chance
 
 

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# Trains a small Llama with PyTorch's FSDP2, its activations on the SSD; on a CPU in a minute.
+# Installs what is missing into .venv (MEGATRON_OFFLOAD_PYTHON: an interpreter that has everything).
+# Arguments go to train.py; processes:
+#   NPROC_PER_NODE=4 examples/fsdp2/train.sh --steps 20
+set -euo pipefail
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
+# shellcheck source=tools/bootstrap.sh
+source "$ROOT/tools/bootstrap.sh"
+bootstrap
+if [[ -z "${MEGATRON_OFFLOAD_PYTHON:-}" ]]; then bootstrap_frameworks; fi
+offload_allocator
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+exec "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "${NPROC_PER_NODE:-2}" \
+    "$ROOT/examples/fsdp2/train.py" "$@"
