@@ -31,7 +31,9 @@ from megatron.offload.commands.estimate.live_bytes import Kind, LiveBytes
 from megatron.offload.commands.estimate.model import Architecture
 from megatron.offload.commands.estimate.saved import KEEP, SavedBytes
 from megatron.offload.integration.own_attributes import replaced
+from megatron.offload.integration.torch.causal_lm_loss import chunked_losses
 from megatron.offload.integration.torch.layers import find_layers, params_outside
+from megatron.offload.ops.chunked_logits import chunk_tokens_for
 from megatron.offload.sizes import MIB
 
 _SHORT, _LONGER = 4, 5  # layers of the two models that stand for one with many
@@ -161,7 +163,7 @@ def _run(
     with live, device, phases:
         live.phase = _BEFORE
         with saved:
-            loss = _loss(model, inputs, how)
+            loss = _loss(model, inputs, how, on_cpu)
         saved.end_forward()
         phases.in_backward = True
         loss.backward()
@@ -171,18 +173,17 @@ def _run(
     return found
 
 
-def _loss(model: Any, inputs: dict[str, torch.Tensor], how: Pass) -> torch.Tensor:
-    if how.chunks_loss:
-        from megatron.offload.integration.torch.causal_lm_loss import chunked_losses
-
-        with contextlib.ExitStack() as stack:
-            for head in chunked_losses([model], None):
+def _loss(model: Any, inputs: dict[str, torch.Tensor], how: Pass, on_cpu: bool) -> torch.Tensor:
+    with contextlib.ExitStack() as stack:
+        if how.chunks_loss:
+            size = model.get_output_embeddings().weight.shape
+            tokens = inputs["labels"].numel()
+            rows = chunk_tokens_for(tokens, size[1], size[0], "cpu" if on_cpu else "cuda")
+            for head in chunked_losses([model], rows):
                 head.connect()
                 stack.callback(head.close)
-            loss: torch.Tensor = model(**inputs).loss
-            return loss
-    loss = model(**inputs).loss
-    return loss
+        loss: torch.Tensor = model(**inputs).loss
+        return loss
 
 
 def _sizes(model: Any, layers: Sequence[torch.nn.Module]) -> StepBytes:
