@@ -69,17 +69,32 @@ def config_of(name: str, args: argparse.Namespace) -> Any:
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """Some steps in one way; the peak of the steady ones. Runs in a process of its own."""
     import torch
+
+    from megatron.offload.device.open import open_device
+
+    small = {"layers": 1}
+    _peaks(argparse.Namespace(**vars(args) | small), 2)  # libraries load code, and keep buffers
+    device = open_device(torch.device("cpu"))
+    device.return_freed_memory()
+    base_bytes = device.allocated_bytes()
+    steady = _peaks(args, args.steps)[_SETTLED:]
+    return {
+        "peak_bytes": max(one for _, one in steady) - base_bytes,
+        "passes_bytes": max(one for one, _ in steady) - base_bytes,
+        "base_bytes": base_bytes,
+    }
+
+
+def _peaks(args: argparse.Namespace, num_steps: int) -> list[tuple[int, int]]:
+    """Of each step, the most memory until backward has ended, and until the step has."""
+    import torch
     import transformers
 
     from megatron.offload import offload
     from megatron.offload.device.open import open_device
 
-    config = config_of(args.model, args)
-    _warm_up(torch)
-    device = open_device(torch.device("cpu"))
-    device.return_freed_memory()
-    base_bytes = device.allocated_bytes()
     torch.manual_seed(0)
+    config = config_of(args.model, args)
     model: Any = transformers.AutoModelForCausalLM.from_config(config).train()
     model.config.use_cache = False
     if args.model == "llama-lora":
@@ -99,8 +114,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         parameters=way.parameters_move,
     )
     tokens = torch.randint(0, args.vocabulary, (args.batch, args.sequence))
+    device = open_device(torch.device("cpu"))
     peak, peaks = device.peak_reader(), []
-    for _ in range(args.steps):
+    for _ in range(num_steps):
         device.return_freed_memory()
         peak.reset()
         model(input_ids=tokens, labels=tokens).loss.backward()
@@ -109,22 +125,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         optimizer.zero_grad()
         peaks.append((in_passes, peak.peak_bytes()))
     handle.close()
-    steady = peaks[_SETTLED:]
-    return {
-        "peak_bytes": max(one for _, one in steady) - base_bytes,
-        "passes_bytes": max(one for one, _ in steady) - base_bytes,
-        "base_bytes": base_bytes,
-    }
-
-
-def _warm_up(torch: Any) -> None:
-    """What libraries allocate at their first use is no part of a training."""
-    weight = torch.randn(64, 64, requires_grad=True)
-    optimizer = torch.optim.AdamW([weight])
-    heads = (torch.randn(1, 8, 64) @ weight).view(1, 1, 8, 64)
-    product = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
-    torch.nn.functional.cross_entropy(product.view(8, 64), torch.arange(8)).backward()
-    optimizer.step()
+    return peaks
 
 
 def measured(args: argparse.Namespace, argv: list[str], model: str, way: str) -> dict[str, Any]:

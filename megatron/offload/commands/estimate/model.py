@@ -37,11 +37,12 @@ class Adapters:
 
     Attributes:
         rank: of each.
-        targets: names of the modules that get one; None: those that peft knows for the model.
+        targets: names of the modules that get one, or `all-linear`; None: those that peft knows for
+            the model.
     """
 
     rank: int
-    targets: tuple[str, ...] | None = None
+    targets: tuple[str, ...] | str | None = None
 
 
 class Architecture:
@@ -182,7 +183,8 @@ def _adapted(model: Any, adapters: Adapters) -> Any:
 
     settings: dict[str, Any] = {"r": adapters.rank}
     if adapters.targets is not None:
-        settings["target_modules"] = list(adapters.targets)
+        names = adapters.targets
+        settings["target_modules"] = names if isinstance(names, str) else list(names)
     try:
         return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
     except ValueError as error:
