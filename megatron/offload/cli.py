@@ -6,6 +6,7 @@ megatron-offload plan (--profile FILE | --hardware GPU --num-layers N ...) [--ou
 megatron-offload plan --hardware GPU -- torchrun ... SCRIPT FLAGS
 megatron-offload rok [--micro-batch-sizes N,...] [--budgets N] [--check]
 megatron-offload longest --device-memory-budget SIZE [--check] --script FILE --script-args TEXT
+megatron-offload estimate MODEL [--hardware GPU] [--batch N] [--sequence N] [--lora RANK]
 megatron-offload tune [--tokens-per-step MIN-MAX] [--check] -- SCRIPT FLAGS
 megatron-offload bench [--directory DIR] [--quick] [--json FILE] [--plot FILE]
 megatron-offload report (runs/NAME/metrics.jsonl ... | --script train.py)
@@ -27,6 +28,7 @@ from typing import Any
 
 from megatron.offload.commands.bench import arguments as benchmark
 from megatron.offload.commands.doctor.examine import examine
+from megatron.offload.commands.estimate import arguments as needs
 from megatron.offload.commands.launch_command import LaunchCommand
 from megatron.offload.commands.longest import arguments as lengths
 from megatron.offload.commands.memory.command import explain_memory
@@ -57,6 +59,11 @@ _WITH_FLAGS: dict[str, tuple[Any, str]] = {
         lengths,
         "the longest sequence, largest batch or most layers that fit, with each step against "
         "memory",
+    ),
+    "estimate": (
+        needs,
+        "the memory that a model of transformers needs to train, and what makes it fit; runs "
+        "nothing",
     ),
     "tune": (
         tuning,
@@ -188,6 +195,11 @@ def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
         from megatron.offload.commands.longest.command import run as run_longest
 
         return run_longest(args)
+    if args.command == "estimate":
+        needs.check_arguments(args)
+        from megatron.offload.commands.estimate.command import run as run_estimate
+
+        return run_estimate(args)
     if args.command == "tune":
         check_packages("megatron-offload tune", "tqdm")
         from megatron.offload.commands.tune.command import run as run_tune

@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the calling thread is in autocast, also during an operation: `autocast_depth`."""
+"""Whether the calling thread is in autocast, also during an operation: `autocast_depth`.
+
+And what it casts to on a kind of device, of which some (`meta`) have no autocast.
+"""
 
 from __future__ import annotations
+
+import contextlib
+from typing import Any
 
 import torch
 
@@ -17,3 +23,17 @@ def autocast_depth() -> int:
     increment, decrement = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
     _, depth = next(zip(iter(increment, None), iter(decrement, None), strict=True))
     return int(depth)
+
+
+def autocast_dtype(kind: str) -> torch.dtype | None:
+    """What autocast casts to on a kind of device; None: it is off, or there is none."""
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def without_autocast(kind: str) -> contextlib.AbstractContextManager[Any]:
+    """A context in which nothing is cast on a kind of device."""
+    if not torch.amp.is_autocast_available(kind):
+        return contextlib.nullcontext()
+    return torch.autocast(kind, enabled=False)

@@ -19,6 +19,7 @@ from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.hook import Hook
 from megatron.offload.integration.output_head import OutputHead
 from megatron.offload.integration.pending_logits import PendingLogits
+from megatron.offload.machine.autocast import autocast_dtype, without_autocast
 from megatron.offload.ops.chunked_logits import LossSettings
 from megatron.offload.ops.chunked_mean import chunked_mean_loss
 
@@ -116,7 +117,7 @@ class _Head(OutputHead):
             (~counts | ((wanted >= 0) & (wanted < vocab_size))).all(), "a label is no token"
         )
         divisor = counts.sum() if num_items_in_batch is None else num_items_in_batch
-        with torch.autocast(hidden.device.type, enabled=False):
+        with without_autocast(hidden.device.type):
             return chunked_mean_loss(
                 hidden,
                 weight,
@@ -143,8 +144,8 @@ class _Head(OutputHead):
         if weight.shape[0] != vocab_size:
             self.refuse(f"the loss is of {vocab_size} words, the output layer of {weight.shape[0]}")
         hidden = hidden.reshape(-1, hidden.shape[-1])
-        if torch.is_autocast_enabled(hidden.device.type):
-            dtype = torch.get_autocast_dtype(hidden.device.type)
+        dtype = autocast_dtype(hidden.device.type)
+        if dtype is not None:
             hidden, weight = hidden.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         return hidden, weight, bias

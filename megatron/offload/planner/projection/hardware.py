@@ -67,7 +67,7 @@ class GpuSpec:
             memory_bytes: of it; of several that fit the nearest is taken.
         """
         words = name.lower().replace("-", " ").split()
-        fitting = [cls.load(one) for one in names("gpus") if one.partition("-")[0] in words]
+        fitting = [cls.load(one) for one in names("gpus") if _model_words(one) <= set(words)]
         return min(fitting, key=lambda one: abs(one.memory_bytes - memory_bytes), default=None)
 
     def reaching(self, fraction: float) -> GpuSpec:
@@ -174,6 +174,11 @@ class Hardware:
         raise ConfigurationError(
             "what is offloaded to ssd needs drives, and --ssds is 0; give a number of drives"
         )
+
+
+def _model_words(name: str) -> set[str]:
+    """What a driver's name of the GPU has of ours: all but the size of its memory."""
+    return {word for word in name.split("-") if not word.endswith("gb")}
 
 
 def names(kind: str) -> list[str]:

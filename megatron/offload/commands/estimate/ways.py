@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What moves, stream by stream, and what then takes which memory: `WAYS`, `Need`, `need_of`.
+
+The bytes of a step come from `step.py`. This file adds optimizer states, which no step on the meta
+device makes, and says of all bytes on which tier they are.
+
+Note [What a tier holds]
+Activations: what moves in a step. Optimizer states: all but a window, which stays from one step to
+the next, on a GPU in page-locked host memory and on a CPU in the process. Parameters: those of all
+layers; device memory has `LIVE_UNITS` layers of them, and what is outside of layers. In the
+optimizer's step a GPU has three buckets of states, a CPU its window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron.offload.commands.estimate.live_bytes import Kind
+from megatron.offload.commands.estimate.saved import MOVE, REPLAY
+from megatron.offload.commands.estimate.step import Pass, StepBytes
+from megatron.offload.sizes import MIB
+from megatron.offload.states.config import DEFAULT_WINDOW_BYTES
+
+LIVE_UNITS = 2
+OPTIMIZER_STEP = "optimizer's step"
+_BUCKET_BYTES = 32 * MIB
+_BUCKETS = 3  # of states on a GPU: one is read, one is updated, one is written
+_STATES = {"adamw": 2, "sgd": 0}  # of each parameter, in its type
+_POOL_BYTES = 2 << 30  # page-locked, on the way from a GPU to SSDs
+_LEAST = '{"recompute_layers": "all", "recompute_input": TIER, "chunked_loss": "auto"}'
+
+
+@dataclass(frozen=True)
+class Way:
+    """What moves in a training.
+
+    Attributes:
+        title: in tables.
+        how: activations are treated.
+        states_move, parameters_move: the other streams.
+        python: the line that does it; `DIR` is a directory on an SSD. Empty: there is none.
+    """
+
+    title: str
+    how: Pass = Pass()
+    states_move: bool = False
+    parameters_move: bool = False
+    python: str = ""
+
+
+_MOVES, _INPUTS = Pass(MOVE), Pass(MOVE, checkpoints=True, chunks_loss=True)
+WAYS: dict[str, Way] = {
+    "plain": Way("everything in memory, plain PyTorch"),
+    "checkpointing": Way(
+        "gradient checkpointing",
+        Pass(checkpoints=True),
+        python="model.gradient_checkpointing_enable()",
+    ),
+    "replay": Way(
+        "activations kept, cheap ones again", Pass(REPLAY), python='offload_activations(model, mode="keep")'
+    ),
+    "activations": Way("activations move", _MOVES, python="offload_activations(model, DIR)"),
+    "states": Way(
+        "optimizer states move", states_move=True, python="offload_optimizer(optimizer, DIR)"
+    ),
+    "both": Way("activations and states", _MOVES, True, python="offload(model, optimizer, DIR)"),
+    "chunked": Way(
+        "+ loss over chunks of tokens",
+        Pass(MOVE, chunks_loss=True),
+        True,
+        python='offload(model, optimizer, DIR, activations={"chunked_loss": "auto"})',
+    ),
+    "parameters": Way(
+        "activations, states and parameters",
+        _MOVES,
+        True,
+        True,
+        "offload(model, optimizer, DIR, parameters=True)",
+    ),
+    "least": Way(
+        "+ layers run again, chunked loss",
+        _INPUTS,
+        True,
+        True,
+        f"offload(model, optimizer, DIR, parameters=True,\n    activations={_LEAST})",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Training:
+    """What of a training is no part of its model.
+
+    Attributes:
+        optimizer: `adamw` or `sgd`.
+        on_cpu: a CPU computes.
+        tier: that things move to: `ssd` or `host`.
+        gpus: that share parameters, gradients and states (FSDP2, each layer a unit).
+        window_bytes, bucket_bytes: settings of optimizer states.
+    """
+
+    optimizer: str = "adamw"
+    on_cpu: bool = False
+    tier: str = "ssd"
+    gpus: int = 1
+    window_bytes: int = DEFAULT_WINDOW_BYTES
+    bucket_bytes: int = _BUCKET_BYTES
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a training takes in one way, in bytes, of each GPU.
+
+    Attributes:
+        phase: of the step, in which most device memory is taken.
+        kinds: of the device memory in that phase.
+        host: of host memory; on a CPU device memory is not counted again.
+        ssd: on SSDs.
+        written, read: to and from SSDs, or host memory where it is the tier, in a step.
+    """
+
+    phase: str
+    kinds: Mapping[Kind, float]
+    host: float
+    ssd: float
+    written: float
+    read: float
+
+    @property
+    def device(self) -> float:
+        """Device memory at the peak."""
+        return sum(self.kinds.values())
+
+
+def need_of(way: Way, step: StepBytes, training: Training) -> Need:
+    """What a training takes.
+
+    Args:
+        way: what moves.
+        step: made with `way.how`.
+        training: all else.
+    """
+    shares = training.gpus
+    states = _STATES[training.optimizer] * step.trained / shares
+    moved_states = states if way.states_move else 0.0
+    window = min(moved_states, training.window_bytes)
+    of_layers = step.of_layers / shares if way.parameters_move else 0.0
+    phases = {
+        name: _kinds(peak, way, step, training, states) for name, peak in step.peaks.items()
+    }
+    phases[OPTIMIZER_STEP] = _optimizer_step(way, step, training, states)
+    phase = max(phases, key=lambda one: sum(phases[one].values()))
+    away = step.moved + moved_states + of_layers
+    trained_of_layers = step.trained_of_layers / shares if way.parameters_move else 0.0
+    is_ssd = training.tier == "ssd"
+    staged = 0.0
+    if is_ssd and not training.on_cpu:
+        staged = window + (min(_POOL_BYTES, step.moved) if step.moved else 0)
+    return Need(
+        phase=phase,
+        kinds=phases[phase],
+        host=staged if is_ssd else away,
+        ssd=away if is_ssd else 0.0,
+        written=step.moved + moved_states - window + trained_of_layers,
+        read=step.moved + moved_states - window + 2 * of_layers + trained_of_layers,
+    )
+
+
+def _kinds(
+    peak: Mapping[Kind, float], way: Way, step: StepBytes, training: Training, states: float
+) -> dict[Kind, float]:
+    """What is alive in a phase of forward or backward."""
+    kinds = {kind: float(peak.get(kind, 0.0)) for kind in Kind}
+    kinds[Kind.PARAMETERS] = _parameters(way, step, training)
+    if training.gpus > 1:
+        whole = step.trained_of_layer  # of the layer that computes, before it is divided
+        kinds[Kind.GRADIENTS] = kinds[Kind.GRADIENTS] / training.gpus + whole
+    kinds[Kind.STATES] = _states_between_steps(way, training, states)
+    return kinds
+
+
+def _parameters(way: Way, step: StepBytes, training: Training) -> float:
+    outside = step.parameters - step.of_layers
+    if way.parameters_move:
+        live = min(LIVE_UNITS * step.largest_layer, step.of_layers)
+        return outside / training.gpus + live
+    if training.gpus == 1:
+        return step.parameters
+    # A layer computes and the next one is gathered; or the embedding and the output layer.
+    return step.parameters / training.gpus + max(2 * step.largest_layer, outside)
+
+
+def _states_between_steps(way: Way, training: Training, states: float) -> float:
+    if not way.states_move:
+        return states
+    return min(states, training.window_bytes) if training.on_cpu else 0.0
+
+
+def _optimizer_step(
+    way: Way, step: StepBytes, training: Training, states: float
+) -> dict[Kind, float]:
+    """What is alive while the optimizer updates: on a GPU by its fused kernel, in place."""
+    kinds = dict.fromkeys(Kind, 0.0)
+    shares = training.gpus
+    kinds[Kind.PARAMETERS] = step.parameters / shares
+    if way.parameters_move and way.states_move:
+        live = min(LIVE_UNITS * step.largest_layer, step.of_layers)
+        kinds[Kind.PARAMETERS] = (step.parameters - step.of_layers + live) / shares
+    kinds[Kind.GRADIENTS] = step.trained / shares
+    kinds[Kind.STATES] = states
+    largest = step.largest_trained / shares
+    if way.states_move:
+        in_memory = training.window_bytes if training.on_cpu else _BUCKETS * training.bucket_bytes
+        kinds[Kind.STATES] = min(states, in_memory)
+        largest = min(largest, training.bucket_bytes / max(_STATES[training.optimizer], 1))
+    if training.on_cpu and training.optimizer == "adamw":  # its loop makes two at a time
+        kinds[Kind.WORKING] = 2 * largest
+    return kinds
