@@ -33,8 +33,9 @@ candidate. The choice has the most tokens a second of those that keep to the lim
       Megatron-LM/pretrain_gpt.py --pipeline-model-parallel-size 2 --global-batch-size 16 ...
 
 The command that you train with comes after --, torchrun and all; tune starts it on this machine
-with this Python. In a pipeline the first stage, which holds the most, is the one that is predicted.
-The command gives the limits: --device-memory-budget
+with this Python. Of a pipeline the best candidates are always measured too, as with --check: its
+stages share a machine here, and trainings of several processes cannot take turns. The command gives
+the limits: --device-memory-budget
 (weights, states and activations of a rank; on a CPU the process), --activation-offload-host-budget,
 --activation-offload-ssd-budget and the room on the drives. --tokens-per-step, or its
 --global-batch-size, gives the size of a step. tune replaces its --micro-batch-size and
@@ -184,6 +185,7 @@ def request_of(args: argparse.Namespace) -> Request:
     """
     command = TrainingCommand.of(args.training, args.processes)
     args.processes = command.start.processes
+    args.check = args.check or command.num_stages > 1
     data_parallel_size = command.data_parallel_size()
     if args.tokens_per_step is None and command.global_batch_size is None:
         raise ConfigurationError(

@@ -155,6 +155,8 @@ class _Tuning:
         )
         if self._limits.device_bytes < math.inf:
             print(f"and up to {MOST_TRAININGS} more, to be sure of the memory budget", flush=True)
+        elif self._request.command.num_stages > 1:
+            print(f"and up to {MOST_TRAININGS} more, to choose by what was measured", flush=True)
         return self._run(settings, "fit")
 
     def try_out(self, settings: Sequence[Setting]) -> Mapping[Setting, Measurement | None]:
