@@ -90,6 +90,9 @@ def test_a_training_command_that_cannot_be_compared_is_said_in_a_sentence(tmp_pa
     assert "has no offload flag" in capsys.readouterr().err
     assert cli.main(["report", "--", str(script), "--activation-offload", "host"]) == 2
     assert "off ended with exit code 1" in capsys.readouterr().err
+    script.write_text("import argparse\nargparse.ArgumentParser().parse_args()")
+    assert cli.main(["report", "--", str(script), "--activation-offload", "host"]) == 2
+    assert "start one of Megatron-LM through -m megatron.offload.launch" in capsys.readouterr().err
     assert cli.main(["report", "--", "python", "--lr", "1"]) == 2
     assert "report finds no script" in capsys.readouterr().err
 

@@ -129,7 +129,7 @@ class LaunchCommand:
         variables = [word.partition("=") for word in self.launcher if _VARIABLE.match(word)]
         return script, Start(
             processes or number or 1,
-            *modules,
+            modules[0] if modules else None,
             expects_rank=program == "torchrun" or modules != found.module,
             variables={key: value for key, _, value in variables},
         )

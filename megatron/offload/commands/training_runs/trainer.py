@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.offload.commands.training_runs.run import RunError
-from megatron.offload.commands.training_runs.start import Start
+from megatron.offload.commands.training_runs.start import LAUNCHER, Start
 from megatron.offload.documents import from_json, reading
 from megatron.offload.machine.allocator import allocator_environment
 from megatron.offload.machine.kernel_text import kernel_text
@@ -291,9 +291,17 @@ class Training:
         return len(self.steps) > before
 
     def _error(self, ending: str) -> RunError:
-        tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+        lines = self._log.read_text(errors="replace").splitlines()
+        tail = "\n".join(lines[-_TAIL_LINES:])
+        advice = ""
+        if any("unrecognized arguments: " in one and "--metrics-file" in one for one in lines[1:]):
+            advice = (
+                "; the script does not know --metrics-file: start one of Megatron-LM through "
+                f"-m {LAUNCHER}, in others call offload_activations and use --script"
+            )
         return RunError(
-            f"{self._name} {ending} after {len(self.steps)} steps; the end of {self._log}:\n{tail}"
+            f"{self._name} {ending} after {len(self.steps)} steps{advice}; the end of "
+            f"{self._log}:\n{tail}"
         )
 
 

@@ -238,7 +238,7 @@ class TrainingScript:
 
     def _step(self, schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         passes = self._installed().passes
-        measured = contextlib.nullcontext()
+        measured: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._measured is not None:
             samples = kwargs.get("num_microbatches", 1) * GET_FLAGS.find()().micro_batch_size
             measured = self._measured.passes(samples)
