@@ -138,7 +138,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "that starts a training, of Megatron-LM through megatron.offload.launch. With --memory, "
         "the largest peak in a file of --activation-memory-report is explained.",
     )
-    report.add_argument("metrics", nargs="*", type=Path, help="a run's metrics.jsonl")
+    report.add_argument(
+        "metrics", nargs="*", type=Path, help="a run's metrics.jsonl, or the folder with it"
+    )
+    report.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="with files: also write one page with pictures of times, memory and bytes over steps",
+    )
     add_script_arguments(report)
     report.add_argument(
         "--steps",
@@ -167,6 +175,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             report.error("give either files, --script, --memory, or a training command after --")
         if args.picture is not None and args.memory is None:
             report.error("--picture is for --memory")
+        if args.html is not None and not args.metrics:
+            report.error("--html is for the files of runs")
     for stream in (sys.stdout, sys.stderr):  # names of files and mounts need not be UTF-8
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -230,7 +240,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
     elif args.launch:
         print(compare_command(args.launch, args.steps))
     else:
-        print(compare_runs(args.metrics))
+        print(compare_runs(args.metrics, args.html))
     return 0
 
 

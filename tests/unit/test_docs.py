@@ -135,6 +135,8 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     (r"megatron-offload longest",
      "tests/integrations/test_script_commands.py::test_longest_finds_what_fits_with_each_way"),
     (r"megatron-offload tune", "tests/unit/test_tune.py::test_the_trainer_itself"),
+    (r"megatron-offload report .*--html",
+     "tests/unit/test_html_report.py::test_a_page_has_the_table_and_a_picture_of_each_figure"),
     (r"megatron-offload report",
      "tests/unit/test_report_command.py::test_runs_are_compared_with_the_first"),
     (r"tools/preprocess_data\.py .*--split-sentences",

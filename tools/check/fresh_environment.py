@@ -81,9 +81,10 @@ assert read_settings({"activations": "host"})["activations"] == {"mode": "host"}
 model.layers[:2].requires_grad_(False)
 with cache_frozen(model, place) as features:
     train(1)
-    features.store.wait_for_writes()
-    train(1)
-    assert features.statistics["hit_rows"] == 64, features.statistics
+    for _ in range(3):  # where rows are not apart, the second pass stores
+        features.store.wait_for_writes()
+        train(1)
+    assert features.statistics["hit_rows"] >= 64, features.statistics
 """
 )
 _METRICS = (
@@ -175,6 +176,7 @@ TRIES: dict[str, tuple[str, tuple[Try, ...]]] = {
         (
             *_EVERYWHERE,
             Try("mode auto", _AUTO),
+            Try("report --html", "report DIR --html DIR/report.html"),
             Try("plan, picture", f"{_PLAN}{_SIZES} --rok DIR/plan.png"),
             Try(
                 "rok --script",

@@ -11,13 +11,14 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
 
 import msgspec
 from tabulate import tabulate
 
+from megatron.offload.commands.html_report import timelines, write_html
 from megatron.offload.commands.launch_command import LEFT_OUT, LaunchCommand, our_flags, without
 from megatron.offload.commands.training_runs.run import RunError
 from megatron.offload.commands.training_runs.script import ScriptTrainer, check_script
@@ -43,11 +44,16 @@ class Step:
     peak_activation_bytes: float
     written_bytes: float = 0.0
     stall_s: float = 0.0
+    read_bytes: float = 0.0
+    peak_device_bytes: float = 0.0
+    plans: int = 0  # of auto, so far
+    predicted_step_s: float = 0.0  # by the last one; 0: there is none, or it says nothing
+    predicted_peak_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("step_time_s", "peak_activation_bytes", "written_bytes", "stall_s"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}")
+        for spec in fields(self):
+            if spec.name not in ("step", "loss") and not 0 <= getattr(self, spec.name) < math.inf:
+                raise ValueError(f"{spec.name} is {getattr(self, spec.name)}")
 
 
 def read_steps(path: Path) -> list[Step]:
@@ -67,9 +73,22 @@ def _step(line: bytes) -> Step:
     return msgspec.convert({**values.get("offload", {}), **values}, Step)
 
 
-def compare_runs(paths: Sequence[Path]) -> str:
-    """A table with a row for each run, compared with the first that has a step."""
+def compare_runs(paths: Sequence[Path], page: Path | None = None) -> str:
+    """A table with a row for each run, compared with the first that has a step.
+
+    Args:
+        paths: of runs: their metrics.jsonl, or the folders that these are in.
+        page: also written, as HTML with pictures over steps; None: not.
+    """
+    paths = [path / METRICS if path.is_dir() else path for path in paths]
     runs = [read_steps(path) for path in paths]
+    rows = _rows(paths, runs)
+    if page is not None:
+        write_html(page, _names_of(paths), runs, rows, timelines(paths))
+    return tabulate(rows, tablefmt="plain", disable_numparse=True)
+
+
+def _rows(paths: Sequence[Path], runs: Sequence[Sequence[Step]]) -> list[tuple[str, ...]]:
     first = next((steps for steps in runs if steps), [])
     rows: list[tuple[str, ...]] = [_HEADER]
     for name, steps in zip(_names_of(paths), runs, strict=True):
@@ -89,7 +108,7 @@ def compare_runs(paths: Sequence[Path]) -> str:
                 f"{median(step.stall_s for step in steady):.3f} s",
             )
         )
-    return tabulate(rows, tablefmt="plain", disable_numparse=True)
+    return rows
 
 
 def compare_script(script: Path, arguments: str, num_steps: int) -> str:

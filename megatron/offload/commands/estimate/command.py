@@ -37,7 +37,9 @@ def run(args: argparse.Namespace) -> int:
     print(as_text(found))
     if args.json is not None:
         write_atomically(args.json, as_json(found))
-    return 0 if memory is None or any(memory.fits(one.device) for one in found.needs.values()) else 1
+    return (
+        0 if memory is None or any(memory.fits(one.device) for one in found.needs.values()) else 1
+    )
 
 
 def estimate(args: argparse.Namespace, memory: Memory | None) -> Estimate:

@@ -299,5 +299,3 @@ class _Phases:
     def _has_gradient(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             self._live.change_kind(parameter.grad, Kind.GRADIENTS)
-
-

@@ -100,9 +100,7 @@ def _by_kind(found: Estimate) -> str:
 def _most(found: Estimate, plain: StepBytes) -> dict[Kind, float]:
     """The most of each kind at any moment, in plain PyTorch."""
     shares = found.training.gpus
-    most = {
-        kind: max(float(peak.get(kind, 0.0)) for peak in plain.peaks.values()) for kind in Kind
-    }
+    most = {kind: max(float(peak.get(kind, 0.0)) for peak in plain.peaks.values()) for kind in Kind}
     most[Kind.PARAMETERS] = plain.parameters / shares
     most[Kind.GRADIENTS] = plain.trained / shares
     most[Kind.STATES] = found.needs["plain"].kinds[Kind.STATES]

@@ -58,7 +58,9 @@ WAYS: dict[str, Way] = {
         python="model.gradient_checkpointing_enable()",
     ),
     "replay": Way(
-        "activations kept, cheap ones again", Pass(REPLAY), python='offload_activations(model, mode="keep")'
+        "activations kept, cheap ones again",
+        Pass(REPLAY),
+        python='offload_activations(model, mode="keep")',
     ),
     "activations": Way("activations move", _MOVES, python="offload_activations(model, DIR)"),
     "states": Way(
@@ -146,9 +148,7 @@ def need_of(way: Way, step: StepBytes, training: Training) -> Need:
     moved_states = states if way.states_move else 0.0
     window = min(moved_states, training.window_bytes)
     of_layers = step.of_layers / shares if way.parameters_move else 0.0
-    phases = {
-        name: _kinds(peak, way, step, training, states) for name, peak in step.peaks.items()
-    }
+    phases = {name: _kinds(peak, way, step, training, states) for name, peak in step.peaks.items()}
     phases[OPTIMIZER_STEP] = _optimizer_step(way, step, training, states)
     phase = max(phases, key=lambda one: sum(phases[one].values()))
     away = step.moved + moved_states + of_layers
