@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from megatron.offload import ConfigurationError, Placement, offload_activations
 from megatron.offload.activations.placement.plan import Plan, PlannedPart
 from megatron.offload.activations.placement.plan_file import load_plans, save_plans
 from megatron.offload.activations.saved.scope import name_of_call
+from megatron.offload.planner import libraries
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.simulator.instructions import KEEP
 from megatron.offload.planner.simulator.timeline import Timeline
@@ -129,6 +131,24 @@ def test_each_call_of_a_layer_that_runs_twice_is_planned(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_plan_that_takes_long_is_said_to_all_who_read_warnings(
+    is_compiled: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The first one after an installation, before the step that it is made in goes on."""
+    (folder := tmp_path / "__pycache__").mkdir()
+    if is_compiled:
+        (folder / "step.run-1.py311.nbi").touch()
+    monkeypatch.setattr(libraries, "_SIMULATOR", tmp_path)
+    with caplog.at_level(logging.INFO):
+        trained(4, tmp_path, mode="auto", memory_budget_bytes="1GiB")
+    said = {one.levelno for one in caplog.records if "planning" in one.getMessage()}
+    assert said == {logging.INFO if is_compiled else logging.WARNING}
+
+
 def test_auto_plans_within_a_budget_and_changes_no_bit(tmp_path: Path) -> None:
     settings = {"mode": "auto", "memory_budget_bytes": "24MiB", "run_directory": tmp_path}
     plan_file = tmp_path / "plan.json"

@@ -44,6 +44,7 @@ from megatron.offload.machine.allocator import (
     allocator_name,
     keeps_freed_memory,
 )
+from megatron.offload.planner.libraries import is_compiled
 from megatron.offload.planner.online.consensus import (
     RankConsensus,
     agreed_profile,
@@ -235,10 +236,12 @@ class Planner:
         profile, plan, message = None, None, None
         speaks_first = self._stage.speaks and self._stage.position.stage == 0
         whole = self._whole_steps()
-        if speaks_first:
-            logger.info(
-                "activation offload: planning, which takes seconds; the first time after an "
-                "installation up to half a minute, as the simulation is compiled"
+        if speaks_first and is_compiled():
+            logger.info("activation offload: planning, which takes seconds")
+        elif speaks_first:  # also to those who see warnings only: the step takes long
+            logger.warning(
+                "activation offload: planning; the first time after an installation this takes up "
+                "to half a minute, as the simulation is compiled"
             )
         try:
             profile = self._measured_profile(None)
