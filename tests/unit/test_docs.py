@@ -36,6 +36,8 @@ from write_replay import PAGE as REPLAY_PAGE
 from write_replay import replay_page
 
 from megatron.offload import cli, read_settings
+from megatron.offload.commands.rok.result import Result
+from megatron.offload.commands.rok.text import measurements_table, verdict_table
 from megatron.offload.config import OffloadConfig
 from megatron.offload.integration.megatron.arguments import add_offload_arguments
 
@@ -278,6 +280,15 @@ def test_settings_can_be_read() -> None:
     assert blocks
     for one in blocks:
         assert any(read_settings(tomllib.loads(one.text)).values()), f"{one.page.name}:{one.line}"
+
+
+def test_the_curve_is_shown_as_the_command_shows_it() -> None:
+    """Its tables are made of the measurements that are committed beside the page."""
+    folder = ROOT / "docs" / "results"
+    result = Result.load(folder / "rok-150MBps.json")
+    tables = f"{measurements_table(result.measured)}\n\n{verdict_table(result.verdicts)}"
+    assert f"```text\n{tables}\n```" in (folder / "rok.md").read_text()
+    assert max(map(len, tables.splitlines())) <= 100
 
 
 def test_every_command_is_run_by_a_test_or_says_what_it_needs() -> None:

@@ -12,25 +12,35 @@ from megatron.offload.commands.rok.verdict import Rival, Verdict
 from megatron.offload.sizes import MIB
 
 _HEADINGS = (
-    "batch",
-    "strategy",
-    "allocator",
-    "s/step",
-    "/ keep",
-    "tokens/s",
-    "peak MiB",
-    "predicted s",
-    "MiB",
-    "written MiB",
-    "replayed MiB",
-    "waits s",
+    "\nbatch",
+    "\nstrategy",
+    "\nallocator",
+    "\ns/step",
+    "\n/ keep",
+    "tokens\na second",
+    "peak\nMiB",
+    "planned\ns/step",
+    "peak\nMiB",
+    "written\nMiB",
+    "replayed\nMiB",
+    "waits\ns",
 )
 
 
 def measurements_table(measured: Sequence[MeasuredPoint]) -> str:
-    """Lays out what was measured, a row for each strategy."""
-    rows = [_HEADINGS, *(_row(one) for one in measured)]
-    return tabulate(rows, tablefmt="plain", disable_numparse=True)
+    """Lays out what was measured, a row for each strategy, in a hundred columns if it can.
+
+    A column is left out that is the same in all rows, for one batch size, or that is empty.
+    """
+    rows = [_row(one) for one in measured]
+    sizes = {one.micro_batch_size for one in measured}
+    idle = {heading for place, heading in enumerate(_HEADINGS) if not any(r[place] for r in rows)}
+    if len(sizes) == 1:
+        idle.add(_HEADINGS[0])
+    places = [place for place, heading in enumerate(_HEADINGS) if heading not in idle]
+    upper, lower = zip(*(_HEADINGS[place].split("\n") for place in places), strict=True)
+    shown = [upper, lower, *([row[place] for place in places] for row in rows)]
+    return tabulate(shown, tablefmt="plain", disable_numparse=True)
 
 
 def _row(one: MeasuredPoint) -> Sequence[str]:
@@ -44,8 +54,8 @@ def _row(one: MeasuredPoint) -> Sequence[str]:
         _mib(one.peak_bytes),
         "" if one.predicted_step_s is None else f"{one.predicted_step_s:.3f}",
         _mib(one.predicted_peak_bytes),
-        _mib(one.written_bytes),
-        _mib(one.replayed_bytes),
+        _mib(one.written_bytes or None),
+        _mib(one.replayed_bytes or None),
         f"{one.stall_s:.3f}",
     )
 
@@ -62,11 +72,12 @@ def _one_size(verdicts: Sequence[Verdict]) -> str:
     first = verdicts[0]
     rows: list[Sequence[str]] = [
         (
-            *(f"micro-batch {first.micro_batch_size}", "allocator", "s/step", "peak MiB"),
-            *(f"{one.budget_bytes / MIB:.0f} MiB" for one in verdicts),
+            f"batch {first.micro_batch_size}, budgets in MiB",
+            *("allocator", "s/step", "MiB"),
+            *(f"{one.budget_bytes / MIB:.0f}" for one in verdicts),
         ),
         ("auto", "", "", "s/step", *(_seconds(one.step_s) for one in verdicts)),
-        ("", "", "", "peak MiB", *(_mib(one.peak_bytes) or "-" for one in verdicts)),
+        ("", "", "", "MiB", *(_mib(one.peak_bytes) or "-" for one in verdicts)),
     ]
     for number, rival in enumerate(first.rivals):
         cells = (_cell(one.rivals[number]) for one in verdicts)
@@ -112,4 +123,6 @@ def _seconds(seconds: float | None) -> str:
 
 
 def _mib(num_bytes: float | None) -> str:
-    return "" if num_bytes is None else f"{num_bytes / MIB:,.1f}"
+    if num_bytes is None:
+        return ""
+    return f"{num_bytes / MIB:,.0f}" if num_bytes >= 100 * MIB else f"{num_bytes / MIB:.1f}"
