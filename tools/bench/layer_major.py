@@ -42,6 +42,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from megatron.offload.commands.drawing import figure  # noqa: E402
 from megatron.offload.commands.training_runs.machine import (  # noqa: E402
     in_a_line,
     machine_facts,
@@ -203,27 +204,31 @@ def table(summary: dict[str, Any]) -> str:
     return tabulate(rows, headers=columns, disable_numparse=True)
 
 
-def draw(summary: dict[str, Any], tokens: int, path: Path) -> None:
+def title_of(args: argparse.Namespace) -> str:
+    """The model and where its parameters are, for the picture."""
+    model = f"GPT, {args.layers} layers, hidden size {args.hidden}"
+    return f"{model}; parameters on a drive held at {args.rate / 1e6:.0f} MB/s"
+
+
+def draw(summary: dict[str, Any], tokens: int, path: Path, title: str) -> None:
     """Tokens a second over tokens a step."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4))
-    for way, name in WAYS.items():
-        points = [
-            (int(number) * tokens, int(number) * tokens / row[f"{way}_step_s"])
-            for number, row in summary["by_micro_batches"].items()
-        ]
-        axes.plot(*zip(*points, strict=True), marker="o", label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("tokens a step")
-    axes.set_ylabel("tokens a second")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    looks = dict(zip(WAYS, (("#000000", "s"), ("#009E73", "o")), strict=True))
+    with figure(path, figsize=(7, 4), layout="constrained") as (_, axes):
+        for way, name in WAYS.items():
+            points = [
+                (int(number) * tokens, int(number) * tokens / row[f"{way}_step_s"])
+                for number, row in summary["by_micro_batches"].items()
+            ]
+            color, marker = looks[way]
+            axes.plot(*zip(*points, strict=True), marker=marker, color=color, label=name)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([place for place, _ in points], [f"{place:,}" for place, _ in points])
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("tokens a step")
+        axes.set_ylabel("tokens a second")
+        axes.set_title(title, fontsize=10)
+        axes.grid(alpha=0.3)
+        axes.legend()
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -271,7 +276,7 @@ def main() -> int:
         result = {"machine": facts, "command": command, "summary": summary}
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     if args.plot is not None:
-        draw(summary, args.batch * args.tokens, args.plot)
+        draw(summary, args.batch * args.tokens, args.plot, title_of(args))
     print("\n" + json.dumps({k: v for k, v in summary.items() if k != "by_micro_batches"}))
     fast = max(counts) < MOST_MICRO_BATCHES or (
         summary[f"speedup_at_{max(counts)}_sub_batches"] >= LEAST_SPEEDUP
