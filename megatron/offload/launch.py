@@ -23,6 +23,7 @@ from typing import NoReturn
 from megatron.offload.errors import PREFIX, ConfigurationError
 from megatron.offload.integration.megatron import cpu_training_script
 from megatron.offload.integration.megatron.arguments import add_offload_arguments
+from megatron.offload.integration.megatron.measured_steps import add_measuring_arguments
 from megatron.offload.integration.megatron.training_script import TrainingScript
 
 _NAME = "megatron.offload.launch"
@@ -132,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    return add_offload_arguments(parser)
+    return add_offload_arguments(add_measuring_arguments(parser))
 
 
 def _is_rank_0() -> bool:

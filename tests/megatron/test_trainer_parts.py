@@ -18,10 +18,10 @@ from trainer.attention import _DropoutAttention, _DropoutMask
 from trainer.checkpointing import Progress
 from trainer.data import SampleOrder
 from trainer.gpt import GPT
-from trainer.metrics import MetricsFile, StepRecord
 
 from megatron.offload.integration.megatron import whole_training
 from megatron.offload.integration.megatron.estimate import activation_bytes
+from megatron.offload.stats.metrics_file import MetricsFile, StepRecord
 from tests.support.launch import TINY
 
 

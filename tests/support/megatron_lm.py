@@ -96,18 +96,23 @@ class FakeMegatronLm:
         forward_backward_func: Callable[..., Any],
         iteration: int | None = None,
     ) -> Any:
-        losses = forward_backward_func(model=model, forward_only=False)
+        losses = forward_backward_func(model=model, num_microbatches=2, forward_only=False)
         self.events.append("optimizer")
         return losses
 
     def _training_log(
-        self, loss_dict: Any, iteration: int, is_first_iteration: bool = False
+        self,
+        loss_dict: Any,
+        learning_rate: float | None,
+        iteration: int,
+        grad_norm: float | None,
+        is_first_iteration: bool = False,
     ) -> str:
         self.training.print_rank_last(f" iteration {iteration} |")
         return "report memory"
 
-    def train(self, iteration: int = 1) -> Any:
-        """A step and its log line, as Megatron-LM's `train` does them."""
+    def train(self, iteration: int = 1, **losses: float) -> Any:
+        """A step and its log line, as Megatron-LM's `train` does them; the last stage's losses."""
 
         def schedule(**kwargs: Any) -> str:
             self.events.append("forward and backward")
@@ -116,7 +121,8 @@ class FakeMegatronLm:
         result = self.training.train_step(
             None, None, self.model, None, None, None, schedule, iteration=iteration
         )
-        self.training.training_log({}, iteration)
+        loss_dict = {name: torch.tensor([value]) for name, value in losses.items()}
+        self.training.training_log(loss_dict, 0.125, iteration, grad_norm=2.5)
         return result
 
 

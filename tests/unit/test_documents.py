@@ -13,7 +13,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from examples.trainer.metrics import MetricsFile
 from megatron.offload import ConfigurationError, cli
 from megatron.offload.activations.placement.plan import Plan, PlannedPart, Prediction
 from megatron.offload.activations.placement.plan_file import load_plans, plans_to_json
@@ -29,6 +28,7 @@ from megatron.offload.commands.training_runs.trainer import read_metrics
 from megatron.offload.documents import each_line, from_json, reading
 from megatron.offload.integration.torch.measured_run import MeasuredRun
 from megatron.offload.planner.profile.stage_profile import StageProfile
+from megatron.offload.stats.metrics_file import MetricsFile
 from tests.support.processes import ROOT
 from tests.support.stages import stage
 

@@ -5,17 +5,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
+import io
+import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from megatron.offload import ConfigurationError, OffloadConfig
+from megatron.offload import ConfigurationError, OffloadConfig, cli
 from megatron.offload.integration.megatron import training_script, whole_training
 from megatron.offload.integration.megatron.training_script import PATCH_POINTS, TrainingScript
 from megatron.offload.states.config import StatesConfig
+from megatron.offload.stats.metrics_file import MetricsFile, StepRecord
 from tests.support.megatron_lm import FakeMegatronLm, Scalars, settings
 from tests.support.processes import finish, start_python
 
@@ -525,6 +531,7 @@ def test_counters_go_to_the_scripts_own_writers(training: FakeMegatronLm, kind: 
     assert writer.values["offload/offloaded_bytes"] == (3 << 20, 2)
     assert writer.values["offload/stall_s"] == (0.25, 2)
     assert writer.values["offload/peak_activation_bytes"][0] >= 0
+    assert writer.values["offload/peak_device_bytes"][0] > 1 << 20
 
 
 def test_a_step_that_fails_ends_offloads_step_too(training: FakeMegatronLm) -> None:
@@ -561,6 +568,108 @@ def test_a_script_that_goes_another_way_is_told_so(
     assert "never called setup_model_and_optimizer" in script.summary()
     with pytest.raises(ConfigurationError, match="cannot be offloaded by the launcher"):
         megatron_lm.train()
+
+
+# ------------------------------------------------------------------ metrics.jsonl
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def metrics(
+    megatron_lm: FakeMegatronLm,
+    script: TrainingScript,
+    installed: dict[str, Any],
+    one_rank: None,
+    tmp_path: Path,
+) -> Path:
+    """A script that is ready for its first step and writes this file."""
+    path = tmp_path / "run" / "metrics.jsonl"
+    offload = ("--activation-offload", "ssd", "--activation-offload-dir", str(tmp_path))
+    parse(megatron_lm, *offload, "--metrics-file", str(path))
+    set_up(megatron_lm)
+    assert installed["run_directory"] == path.parent  # where auto's profile goes
+    return path
+
+
+def test_each_step_is_a_line_that_report_reads(
+    megatron_lm: FakeMegatronLm, metrics: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    megatron_lm.flags.data_parallel_size = 4  # of which one is here
+    megatron_lm.train(1, lm=0.1)
+    megatron_lm.train(2, lm=float("nan"))
+    first, second = lines_of(metrics)
+    assert (first["step"], second["step"]) == (1, 2)
+    assert first["loss"] == torch.tensor(0.1).item() and math.isnan(second["loss"])
+    assert first["grad_norm"] == 2.5 and first["learning_rate"] == 0.125
+    # Two micro-batches of two samples of eight tokens, four times.
+    assert first["tokens_per_s"] * first["step_time_s"] == pytest.approx(2 * 2 * 8 * 4)
+    assert first["offload"] == STATISTICS and "losses" not in first
+    assert first["peak_device_bytes"] >= first["peak_activation_bytes"] >= 0
+    assert first["peak_activation_bytes_rank0"] == first["peak_activation_bytes"]
+    assert first["peak_device_bytes"] > 1 << 20  # a process
+    assert cli.main(["report", str(metrics)]) == 0
+    (row,) = capsys.readouterr().out.splitlines()[1:]
+    assert row.split()[:2] == ["run", "2"]  # its folder, and steps
+
+
+def test_several_losses_are_added_and_kept(megatron_lm: FakeMegatronLm, metrics: Path) -> None:
+    megatron_lm.train(1, lm=2.5, sop=0.5)
+    (line,) = lines_of(metrics)
+    assert line["loss"] == 3.0 and line["losses"] == {"lm": 2.5, "sop": 0.5}
+
+
+@pytest.mark.usefixtures("one_rank", "installed")
+def test_a_run_without_offload_is_measured_too_and_a_resumed_one_goes_on(
+    megatron_lm: FakeMegatronLm, script: TrainingScript, tmp_path: Path
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)))
+    megatron_lm.flags.iteration = 2
+    parse(megatron_lm, "--metrics-file", str(path))
+    set_up(megatron_lm)
+    megatron_lm.train(3, lm=1.0)
+    script.close()
+    assert [line["step"] for line in lines_of(path)] == [1, 2, 3]
+    assert lines_of(path)[-1]["loss"] == 1.0
+
+
+@pytest.mark.usefixtures("one_rank", "installed")
+def test_a_metrics_file_without_a_place_is_refused_before_a_model_is_built(
+    megatron_lm: FakeMegatronLm, script: TrainingScript, tmp_path: Path
+) -> None:
+    parse(megatron_lm, "--metrics-file", str(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"--metrics-file has no place: .* is a directory"):
+        set_up(megatron_lm)
+    assert megatron_lm.events == []
+
+
+def test_a_disk_that_is_full_ends_the_file_and_not_the_training(
+    megatron_lm: FakeMegatronLm, metrics: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    megatron_lm.train(1, lm=1.0)
+
+    def write(self: MetricsFile, record: StepRecord) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(MetricsFile, "write", write)
+    assert megatron_lm.train(2, lm=1.0) == megatron_lm.train(3, lm=1.0) == "losses"
+    assert len(lines_of(metrics)) == 1
+
+
+@pytest.mark.usefixtures("one_rank", "installed")
+def test_a_step_waits_for_its_turn_and_the_end_of_input_ends_the_training(
+    megatron_lm: FakeMegatronLm, script: TrainingScript, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parse(megatron_lm, "--wait-for-input")
+    set_up(megatron_lm)
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+    assert megatron_lm.train(1) == "losses"
+    with pytest.raises(SystemExit) as left:
+        megatron_lm.train(2)
+    assert left.value.code == 0 and megatron_lm.events.count("optimizer") == 1
 
 
 # ------------------------------------------------------------------ patch points

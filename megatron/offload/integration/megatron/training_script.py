@@ -21,13 +21,18 @@ from typing import Any
 
 import torch
 
-from megatron.offload.device.open import open_device
 from megatron.offload.errors import ConfigurationError, OffloadError
 from megatron.offload.integration.megatron import cpu_runtime, cpu_training_script
 from megatron.offload.integration.megatron.arguments import add_offload_arguments
 from megatron.offload.integration.megatron.estimate import (
     activation_bytes,
     encoder_decoder_bytes,
+)
+from megatron.offload.integration.megatron.measured_steps import (
+    MeasuredSteps,
+    add_measuring_arguments,
+    check_measuring,
+    wait_for_turn,
 )
 from megatron.offload.integration.megatron.patch_point import PatchPoint
 from megatron.offload.integration.megatron.refused import LAUNCHER
@@ -40,7 +45,6 @@ from megatron.offload.integration.megatron.script_log import (
 )
 from megatron.offload.integration.megatron.whole_training import OffloadedTraining, Requested
 from megatron.offload.planner.online.consensus import raise_first
-from megatron.offload.stats.memory import PeakMemory
 
 Function = Callable[..., Any]  # of Megatron-LM
 
@@ -77,9 +81,8 @@ class TrainingScript:
     def __init__(self) -> None:
         self._restore = contextlib.ExitStack()
         self._offload: OffloadedTraining | None = None  # once the script builds what it trains
-        self._peak: PeakMemory | None = None
+        self._measured: MeasuredSteps | None = None
         self._device = torch.device("cpu")
-        self._peak_bytes = 0
         self._addition = ""  # to the line that Megatron-LM logs next
         self._has_set_up = False
 
@@ -118,6 +121,8 @@ class TrainingScript:
     def close(self) -> None:
         """Ends offload, gives memory and disk space back, restores Megatron-LM's functions."""
         self._restore.close()
+        if self._measured is not None:
+            self._measured.close()
         if self._offload is not None:
             self._offload.close()
 
@@ -126,7 +131,7 @@ class TrainingScript:
     def _add_flags(
         self, original: Function, parser: argparse.ArgumentParser
     ) -> argparse.ArgumentParser:
-        parser = add_offload_arguments(original(parser))
+        parser = add_measuring_arguments(add_offload_arguments(original(parser)))
         if cpu_runtime.is_active():
             cpu_training_script.set_defaults(parser)
         return parser
@@ -142,6 +147,7 @@ class TrainingScript:
             cpu_training_script.keep_sent_tensors(result[0])
         if not flags.skip_train:
             _on_all_ranks(lambda: self._install(request, result[0], result[1]))
+            self._measure(flags)
         return result
 
     def _train_step(self, original: Function, *args: Any, **kwargs: Any) -> Any:
@@ -149,19 +155,32 @@ class TrainingScript:
         # Around the schedule alone: what the optimizer does is no part of activations' peak.
         schedule = call.arguments["forward_backward_func"]
         call.arguments["forward_backward_func"] = functools.partial(self._step, schedule)
-        result = original(*call.args, **call.kwargs)
+        wait_for_turn(GET_FLAGS.find()())
+        with self._measured.step() if self._measured is not None else contextlib.nullcontext():
+            result = original(*call.args, **call.kwargs)
         self._installed().passes.pause()
         return result
 
     def _log(self, original: Function, *args: Any, **kwargs: Any) -> Any:
-        iteration = inspect.signature(original).bind(*args, **kwargs).arguments["iteration"]
+        logged = inspect.signature(original).bind(*args, **kwargs).arguments
         metrics = self._largest_metrics()
         self._addition = describe(metrics)
         try:
             result = original(*args, **kwargs)
         finally:
             self._addition = ""
-        write_scalars(metrics, iteration)
+        write_scalars(metrics, logged["iteration"])
+        if self._measured is not None:
+            flags = GET_FLAGS.find()()
+            self._measured.write(
+                logged,
+                metrics,
+                self._installed(),
+                replicas=flags.data_parallel_size,
+                # T5: those of the decoder beside them.
+                tokens_per_sample=flags.seq_length
+                + (getattr(flags, "decoder_seq_length", None) or 0),
+            )
         return result
 
     def _print(self, original: Function, message: str) -> Any:
@@ -191,9 +210,6 @@ class TrainingScript:
     ) -> None:
         assert self._offload is not None
         self._device = next(model_chunks[0].parameters()).device
-        if self._device.type == "cpu":
-            # Megatron-LM logs a GPU's memory itself, from counters that we leave alone.
-            self._peak = PeakMemory(open_device(self._device))
         if request.streams.activations.enabled:
             _check_blocks(model_chunks)
         self._offload.install(
@@ -202,8 +218,15 @@ class TrainingScript:
             reserve_bytes=request.reserve_bytes,
             num_local_ranks=request.num_local_ranks,
         )
-        if request.run_directory is not None:
-            self._offload.states.note_checkpoint(f"the last checkpoint in {request.run_directory}")
+        if request.checkpoints is not None:
+            self._offload.states.note_checkpoint(f"the last checkpoint in {request.checkpoints}")
+
+    def _measure(self, flags: argparse.Namespace) -> None:
+        """On a CPU, and for a file. Without one Megatron-LM logs a GPU's memory itself."""
+        path = getattr(flags, "metrics_file", None)
+        if path or self._device.type == "cpu":
+            first_step = getattr(flags, "iteration", 0)  # of the checkpoint that was loaded
+            self._measured = MeasuredSteps(self._device, path, first_step)
 
     def _installed(self) -> OffloadedTraining:
         if self._offload is None:
@@ -215,21 +238,20 @@ class TrainingScript:
 
     def _step(self, schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         passes = self._installed().passes
-        if self._peak is not None:
-            self._peak.begin_step()
-        with passes.step():
-            result = schedule(*args, **kwargs)
-        if self._peak is not None:
-            self._peak_bytes = self._peak.end_step()
-        return result
+        measured: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._measured is not None:
+            samples = kwargs.get("num_microbatches", 1) * GET_FLAGS.find()().micro_batch_size
+            measured = self._measured.passes(samples)
+        with measured, passes.step():
+            return schedule(*args, **kwargs)
 
     def _largest_metrics(self) -> dict[str, float]:
         """The last step's counters; of each the largest value of all ranks. Called by all ranks."""
         offload = self._installed()
         metrics: dict[str, float] = dict(offload.passes.statistics)
         metrics |= {f"state_{name}": count for name, count in offload.states.statistics.items()}
-        if self._peak is not None:
-            metrics["peak_activation_bytes"] = self._peak_bytes
+        if self._measured is not None:
+            metrics |= self._measured.peaks
         if not metrics:
             return {}
         values = torch.tensor(list(metrics.values()), dtype=torch.float64, device=self._device)
@@ -245,7 +267,8 @@ class _Request:
     settings: Any = None  # Megatron-LM's TransformerConfig
     reserve_bytes: int = 0
     num_local_ranks: int = 1
-    run_directory: Path | None = None  # where its checkpoints go
+    checkpoints: Path | None = None  # where they go
+    run_directory: Path | None = None  # where what was measured goes: there, or beside its metrics
 
 
 def _checked_request(flags: argparse.Namespace) -> _Request:
@@ -278,6 +301,7 @@ def _request(flags: argparse.Namespace) -> _Request:
             "the flags have lost --activation-offload on their way, as with --yaml-cfg, which "
             "replaces all of them; give the model as flags"
         )
+    check_measuring(flags)
     streams = Requested.from_args(flags)
     # Checkpoints hold the flags, and are to be read where this package is not installed.
     for name, found in (
@@ -292,9 +316,10 @@ def _request(flags: argparse.Namespace) -> _Request:
         return _Request(streams)
     LAUNCHER.check(flags)
     streams.check_flags(flags)
-    save = getattr(flags, "save", None)
-    run_directory = Path(save) if save else None
-    request = _Request(streams, run_directory=run_directory)
+    save, metrics = getattr(flags, "save", None), getattr(flags, "metrics_file", None)
+    checkpoints = Path(save) if save else None
+    run_directory = checkpoints or (Path(metrics).parent if metrics else None)
+    request = _Request(streams, checkpoints=checkpoints, run_directory=run_directory)
     if not streams.changes_passes:
         return request
     settings = _MODEL_SETTINGS.find()(flags)
