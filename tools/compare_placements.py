@@ -49,6 +49,7 @@ from megatron.offload.commands.training_runs.run import (
     order_of_round,
     paired_ratio,
 )
+from megatron.offload.commands.training_runs.start import Start
 from megatron.offload.commands.training_runs.trainer import (
     PLACEMENT_FLAGS,
     WITHIN_ROUNDING,
@@ -303,7 +304,7 @@ def compare(args: argparse.Namespace, command: list[str]) -> int:
         *("--micro-batch-size", str(args.micro_batch_size), "--train-iters", str(args.train_iters)),
         *training_flags(args),
     ]
-    trainer = Trainer(args.trainer, flags, args.activation_offload_dir, args.processes)
+    trainer = Trainer(args.trainer, flags, args.activation_offload_dir, Start(args.processes))
     runs: list[Run] = []
     total = len(variants) * args.rounds * args.train_iters
     with tqdm(total=total, unit="step", dynamic_ncols=True, disable=None) as bar:

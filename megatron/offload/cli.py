@@ -4,11 +4,11 @@
 megatron-offload doctor [--activation-offload-dir DIR ...] [--json] [-- torchrun ... SCRIPT FLAGS]
 megatron-offload plan (--profile FILE | --hardware GPU --num-layers N ...) [--output PLAN.json]
 megatron-offload plan --hardware GPU -- torchrun ... SCRIPT FLAGS
-megatron-offload rok [--micro-batch-sizes N,...] [--budgets N] [--check]
+megatron-offload rok [--micro-batch-sizes N,...] [--budgets N] [--check] [-- torchrun ... FLAGS]
 megatron-offload longest --device-memory-budget SIZE [--check] --script FILE --script-args TEXT
-megatron-offload tune [--tokens-per-step MIN-MAX] [--check] -- SCRIPT FLAGS
+megatron-offload tune [--tokens-per-step MIN-MAX] [--check] -- torchrun ... SCRIPT FLAGS
 megatron-offload bench [--directory DIR] [--quick] [--json FILE] [--plot FILE]
-megatron-offload report (runs/NAME/metrics.jsonl ... | --script train.py)
+megatron-offload report (runs/NAME/metrics.jsonl ... | --script train.py | -- torchrun ... FLAGS)
 megatron-offload report --memory FILE [--picture PNG]
 
 doctor, rok and report also take a training script that calls `offload_activations`, with --script.
@@ -31,7 +31,7 @@ from megatron.offload.commands.launch_command import LaunchCommand
 from megatron.offload.commands.longest import arguments as lengths
 from megatron.offload.commands.memory.command import explain_memory
 from megatron.offload.commands.plan import arguments as planning
-from megatron.offload.commands.report import compare_runs, compare_script
+from megatron.offload.commands.report import compare_command, compare_runs, compare_script
 from megatron.offload.commands.rok import arguments as curve
 from megatron.offload.commands.training_runs.run import RunError
 from megatron.offload.commands.training_runs.script import add_script_arguments, flags_of_script
@@ -116,15 +116,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         its_flags.add_arguments(command)
-        if name == "plan":
+        if name in ("plan", "rok"):
             _add_launch_command(command)
     report = commands.add_parser(
         "report",
         help="table of runs: losses, step time, peak memory, bytes moved; what a peak is made of",
         description="Prints a row for each run: medians over all steps but the first. The first "
         "run is the one that others are compared with. With --script, a script that calls "
-        "offload_activations is run without offload and as it is. With --memory, the largest peak "
-        "in a file of --activation-memory-report is explained.",
+        "offload_activations is run without offload and as it is, and so is, after --, a command "
+        "that starts a training, of Megatron-LM through megatron.offload.launch. With --memory, "
+        "the largest peak in a file of --activation-memory-report is explained.",
     )
     report.add_argument("metrics", nargs="*", type=Path, help="a run's metrics.jsonl")
     add_script_arguments(report)
@@ -133,20 +134,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=int,
         default=8,
         metavar="N",
-        help="with --script: steps of each run; default: 8",
+        help="with --script or a command: steps of each run; default: 8",
     )
     report.add_argument("--memory", type=Path, metavar="FILE", help="a run's memory report")
     report.add_argument(
         "--picture", type=Path, metavar="PNG", help="with --memory: draw the step of that peak"
     )
-    args = parser.parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    launch: list[str] = []
+    if words[:1] == ["report"] and "--" in words:  # its files are positional too
+        place = words.index("--")
+        words, launch = words[:place], words[place + 1 :]
+    args = parser.parse_args(words)
     if args.command is None:
         parser.print_help(sys.stderr)
         return 2
     if args.command == "report":
-        given = (bool(args.metrics), args.script is not None, args.memory is not None)
+        args.launch = launch
+        given = (bool(args.metrics), args.script is not None, args.memory is not None, bool(launch))
         if sum(given) != 1:
-            report.error("give either files or --script or --memory")
+            report.error("give either files, --script, --memory, or a training command after --")
         if args.picture is not None and args.memory is None:
             report.error("--picture is for --memory")
     for stream in (sys.stdout, sys.stderr):  # names of files and mounts need not be UTF-8
@@ -204,6 +211,8 @@ def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
         print(explain_memory(args.memory, args.picture))
     elif args.script is not None:
         print(compare_script(args.script, args.script_args, args.steps))
+    elif args.launch:
+        print(compare_command(args.launch, args.steps))
     else:
         print(compare_runs(args.metrics))
     return 0

@@ -90,6 +90,11 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     (r"examples/(huggingface|deepspeed)/train\.sh", "needs: a minute, and frameworks"),
     (r"megatron-offload doctor --script",
      "tests/integrations/test_script_commands.py::test_doctor_looks_at_the_settings_in_it"),
+    (r"megatron-offload (report|rok) .*-- torchrun",
+     "tests/megatron/test_measured_megatron_lm.py::test_report_runs_the_launch_command_twice"),
+    (r"megatron-offload tune .*-- torchrun",
+     "tests/unit/test_tune.py::"
+     "test_a_pipeline_is_started_by_torchrun_and_chosen_by_what_was_measured"),
     (r"megatron-offload report --memory",
      "tests/unit/test_memory_command.py::"
      "test_the_largest_peak_is_explained_from_its_largest_part_on"),

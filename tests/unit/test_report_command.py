@@ -47,6 +47,56 @@ def test_a_run_without_a_step_is_a_row_of_dashes(tmp_path, capsys):
     assert lines[1].split()[:3] == ["a", "0", "-"] and "identical" in lines[2]
 
 
+TRAINING = """
+import argparse, json
+parser = argparse.ArgumentParser(allow_abbrev=False)
+parser.add_argument("--activation-offload", default="off")
+for name in ("activation-offload-dir", "metrics-file", "lr", "eval-iters", "log-interval"):
+    parser.add_argument("--" + name)
+parser.add_argument("--train-iters", type=int)
+args = parser.parse_args()
+ssd = args.activation_offload == "ssd"
+with open(args.metrics_file, "w") as file:
+    for step in range(1, args.train_iters + 1):
+        values = {"step": step, "loss": 1.5 + (ssd and args.lr == "2"), "step_time_s": 1.0}
+        values["peak_activation_bytes"] = (1 if ssd else 4) << 20
+        print(json.dumps({**values, "offload": {"written_bytes": 2048 * ssd}}), file=file)
+"""
+
+
+def compare(tmp_path, *words):
+    script = tmp_path / "train.py"
+    script.write_text(TRAINING)
+    offload = ("--activation-offload", "ssd", "--activation-offload-dir", str(tmp_path))
+    launch = ("N=1", "python", str(script), *offload, "--save", "nowhere", *words)
+    return cli.main(["report", "--steps", "3", "--", *launch])
+
+
+def test_a_training_command_is_run_without_our_flags_and_as_it_is(tmp_path, capsys):
+    assert compare(tmp_path) == 0
+    said = capsys.readouterr()
+    without, with_offload = (line.split() for line in said.out.splitlines()[1:])
+    assert without[:4] == ["off", "3", "1.5000", "identical"] and "4 MiB" in said.out
+    assert with_offload[:4] == ["offload", "3", "1.5000", "identical"] and "2 KiB" in said.out
+    assert "left out of what is run: --save nowhere\n" in said.err
+    assert compare(tmp_path, "--lr", "2") == 0
+    assert "differ from step 1" in capsys.readouterr().out
+
+
+def test_a_training_command_that_cannot_be_compared_is_said_in_a_sentence(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit('no such flag')")
+    assert cli.main(["report", "--", "python", str(script), "--lr", "1"]) == 2
+    assert "has no offload flag" in capsys.readouterr().err
+    assert cli.main(["report", "--", str(script), "--activation-offload", "host"]) == 2
+    assert "off ended with exit code 1" in capsys.readouterr().err
+    script.write_text("import argparse\nargparse.ArgumentParser().parse_args()")
+    assert cli.main(["report", "--", str(script), "--activation-offload", "host"]) == 2
+    assert "start one of Megatron-LM through -m megatron.offload.launch" in capsys.readouterr().err
+    assert cli.main(["report", "--", "python", "--lr", "1"]) == 2
+    assert "report finds no script" in capsys.readouterr().err
+
+
 def test_what_is_no_run_ends_with_exit_code_2(tmp_path, capsys):
     text = tmp_path / "text"
     text.write_text("hello\n")

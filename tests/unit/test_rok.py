@@ -264,6 +264,64 @@ def test_strategies_with_offload_replay_if_that_is_asked_for(
     assert "replayed MiB" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("no_frontier")
+def test_a_training_command_of_a_user_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = tmp_path / "trainer.py"
+    trainer.write_text(f"WRONG, PROFILE = {{}}, {PROFILE.to_json()!r}\n{FAKE_TRAINER}")
+    own = [
+        "--output",
+        str(tmp_path / "out"),
+        "--strategies",
+        "off,recompute,ssd,auto",
+        "--no-turns",
+    ]
+    own += ["--budgets", "2", "--rounds", "1", "--steps", "1"]
+    words = ["python", str(trainer), "--num-layers", "4", "--micro-batch-size", "1", "--lr", "1"]
+    words += ["--activation-offload", "host", "--activation-offload-dir", str(tmp_path / "ssd")]
+    words += ["--activation-offload-min-bytes", "1KiB", "--recompute-granularity", "selective"]
+    assert cli.main(["rok", *own, "--", *words, "--train-iters", "7"]) == 0
+    printed = capsys.readouterr().out
+    assert "not looked at, but passed on: --lr\n" in printed
+    assert "\ntrainer.py, 4 layers\n" in printed
+    left_out = next(line for line in printed.splitlines() if line.startswith("left out"))
+    for flag in ("--micro-batch-size 1", "--activation-offload host", "--train-iters 7"):
+        assert flag in left_out
+    result = Result.load(tmp_path / "out" / "rok.json")
+    assert [one.micro_batch_size for one in result.measured] == [1] * len(result.measured)
+    assert {one.placement for one in result.measured} == {"off", "recompute", "ssd", "auto"}
+    log = next((tmp_path / "out").glob("trainings/*-ssd@*/output.log")).read_text().splitlines()[0]
+    assert "--lr 1 --activation-offload-min-bytes 1KiB --eval-iters 0 --log-interval 1" in log
+    assert f"--activation-offload-dir {tmp_path}/ssd" in log and "selective" not in log
+
+
+@pytest.mark.parametrize(
+    ("own", "launcher", "flags", "sentence"),
+    [
+        ("--script x.py", "python", "", "rok measures one thing at a time"),
+        ("--strategies suffix,auto", "torchrun --nproc-per-node 2",
+         "--pipeline-model-parallel-size 2", "suffix is a plan for one pipeline stage"),
+        ("--turns", "torchrun --nproc-per-node 2", "", "--turns works with one process"),
+        ("", "python", "--activation-offlod ssd", "did you mean --activation-offload?"),
+        ("", "python", "--activation-offload-dir /a,/b", "with one directory for activations"),
+    ],
+)  # fmt: skip
+def test_a_training_command_that_cannot_be_measured_is_refused(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    own: str,
+    launcher: str,
+    flags: str,
+    sentence: str,
+) -> None:
+    trainer = tmp_path / "trainer.py"
+    trainer.write_text("raise SystemError")
+    words = [*launcher.split(), str(trainer), *flags.split()]
+    assert cli.main(["rok", "--output", str(tmp_path / "out"), *own.split(), "--", *words]) == 2
+    assert sentence in capsys.readouterr().err
+
+
 def test_the_csv_has_a_line_for_each(curve: tuple[str, Path]) -> None:
     out = curve[1]
     rows = list(csv.DictReader((out / "rok.csv").open()))

@@ -10,6 +10,7 @@ import json
 import math
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ import pytest
 
 from megatron.offload import cli
 from megatron.offload.commands.training_runs import trainer as trainer_runs
+from megatron.offload.commands.training_runs.start import Start
 from megatron.offload.commands.tune.candidates import (
     FAILED,
     Candidate,
@@ -35,6 +37,7 @@ from megatron.offload.commands.tune.search import MOST_TRAININGS, search
 from megatron.offload.commands.tune.setting import Setting, settings_to_measure
 from megatron.offload.commands.tune.step_model import TOO_HIGH, Figures, Measurement, StepModel
 from megatron.offload.commands.tune.training_command import TrainingCommand
+from megatron.offload.errors import ConfigurationError
 from megatron.offload.layer_major.units import units_of
 from tests.support.fork_server import ForkedProcess
 from tests.support.launch import SCRIPTS, TINY, rank_environment, server
@@ -535,7 +538,18 @@ def test_tokens_of_a_step_may_be_free(
         ("", "--global-batch-size 8 --activation-offload auto", "plans for itself"),
         ("", "--global-batch-size 8 --activation-offload nowhere", "is not understood"),
         ("", "--global-batch-size 8 --activation-offload ssd", "--activation-offload-dir DIR"),
-        ("", "--global-batch-size 8 --pipeline-model-parallel-size 2", "one pipeline stage"),
+        (
+            "--units auto --processes 2",
+            "--global-batch-size 8 --pipeline-model-parallel-size 2",
+            "one pipeline stage; leave --units out",
+        ),
+        (
+            "--processes 2",
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+            "interleaved stages keep in memory; drop --num-layers-per-virtual-pipeline-stage",
+        ),
+        ("", "--global-batch-size 8 --pipeline-model-parallel-size 2", "1 processes are not a"),
+        ("", "--global-batch-size 8 --activation-offlod ssd", "did you mean --activation-offload?"),
         (
             "",
             "--global-batch-size 8 --optimizer-state-offload auto --optimizer-state-dir x",
@@ -548,7 +562,7 @@ def test_tokens_of_a_step_may_be_free(
             "--global-batch-size 8 --recompute-granularity full",
             "--activation-recompute-layers",
         ),
-        ("--processes 3", "--global-batch-size 8 --tensor-model-parallel-size 2", "--processes 3"),
+        ("--processes 3", "--global-batch-size 8 --tensor-model-parallel-size 2", "3 processes"),
         ("--processes 2 --turns", "--global-batch-size 8", "--turns works with one process"),
         ("--processes 2", "--global-batch-size 7", "cannot be divided by the 2 ranks"),
         (
@@ -586,10 +600,124 @@ def test_what_cannot_be_tuned_is_said_in_a_sentence(
     ],
     ids=["nothing", "no script", "a shell script"],
 )
-def test_a_command_that_is_none_is_refused(words: list[str], sentence: str) -> None:
+def test_a_command_without_a_script_is_refused(words: list[str], sentence: str) -> None:
     with pytest.raises(ValueError, match="activation offload: ") as refused:
         TrainingCommand.of(words)
     assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "start", "words"),
+    [
+        ("python", Start(), ""),
+        ("torchrun", Start(expects_rank=True), ""),
+        (
+            "torchrun --nnodes=1 --nproc_per_node 4 --master-port 29501",
+            Start(4, expects_rank=True),
+            "-m torch.distributed.run --standalone --nproc-per-node=4",
+        ),
+        (
+            "N=1 python3 -u -m torch.distributed.run --nproc-per-node=2 -m megatron.offload.launch",
+            Start(2, "megatron.offload.launch", True, {"N": "1"}),
+            "-m torch.distributed.run --standalone --nproc-per-node=2 -m megatron.offload.launch",
+        ),
+        (
+            "python -m megatron.offload.launch",
+            Start(1, "megatron.offload.launch"),
+            "-m megatron.offload.launch",
+        ),
+    ],
+)
+def test_a_whole_launch_command_is_started_on_this_machine(
+    trainer: Path, launcher: str, start: Start, words: str
+) -> None:
+    command = TrainingCommand.of(
+        [*launcher.split(), str(trainer), "--lr", "1", "--num-layers", "4"]
+    )
+    assert (command.start, command.script) == (start, trainer)
+    assert command.flags == ["--lr", "1", "--num-layers", "4"] and command.passed_on == ["--lr"]
+    started = command.start.command(trainer, ["--lr", "1"])
+    assert started == [sys.executable, *words.split(), str(trainer), "--lr", "1"]
+    environment = command.start.environment()
+    assert environment.get("N") == start.variables.get("N")
+    alone = start.processes == 1 and launcher != "python"
+    assert ("MASTER_PORT" in environment) == (environment.get("RANK") == "0") == alone
+
+
+@pytest.mark.parametrize(
+    ("launcher", "processes", "sentence"),
+    [
+        (
+            "srun --ntasks-per-node 1 torchrun",
+            None,
+            "begins with srun; leave out what comes before",
+        ),
+        ("torchrun --nnodes 2 --nproc-per-node 8", None, "has --nnodes 2; give a division that"),
+        ("torchrun --nproc-per-node gpu", None, "--nproc-per-node gpu are; give a number"),
+        ("torchrun --nproc-per-node 2", 4, "contradict each other; drop --processes"),
+        ("python -m accelerate.commands.launch", None, "no -m accelerate.commands.launch before"),
+    ],
+)
+def test_a_launcher_that_tune_cannot_start_is_refused(
+    trainer: Path, launcher: str, processes: int | None, sentence: str
+) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        TrainingCommand.of([*launcher.split(), str(trainer)], processes)
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_pipeline_waits_for_its_ends_and_holds_a_micro_batch_for_each_stage(stages: int) -> None:
+    """What no measured step has: other sizes, and fewer micro-batches than stages."""
+
+    def of(setting: Setting) -> Figures:
+        b, m = setting.micro_batch_size, setting.micro_batches
+        held = min(m, stages)
+        moved = m * (3.0 + 50.0 * b)
+        return Figures(
+            (m + stages - 1) * (0.5 + 0.25 * b) + 0.75,
+            1000.0 + 10.0 * b * held,
+            *(moved, 0.0, moved / m * held),
+        )
+
+    known = settings_to_measure((1, 4), (2, 2 * stages), (0,))
+    model = StepModel([measurement(one, of(one)) for one in known], num_stages=stages)
+    for one in (Setting(0, 2, 8), Setting(0, 8, 16), Setting(0, 16, 2)):
+        found, expected = model.predict(one), of(one)
+        assert found.step_s == pytest.approx(expected.step_s)
+        assert found.ssd_bytes == pytest.approx(expected.ssd_bytes)
+        assert found.device_bytes == pytest.approx(expected.device_bytes)
+    # Without the term for the ends the fit would not be exact.
+    flat = StepModel([measurement(one, of(one)) for one in known])
+    assert abs(flat.predict(Setting(0, 16, 2)).step_s - of(Setting(0, 16, 2)).step_s) > 0.1
+
+
+@pytest.mark.slow
+def test_a_pipeline_is_started_by_torchrun_and_chosen_by_what_was_measured(
+    tmp_path: Path, trainer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    others = "import os, sys\nif os.environ['RANK'] != '0':\n    sys.exit()\n"
+    trainer.write_text(others + TRAINER)
+    result = tmp_path / "tune.json"
+    own = ["--trainings", str(tmp_path / "trainings"), "--json", str(result)]
+    own += ["--steps", "1", "--seconds", "0", "--largest-micro-batch-size", "4"]
+    words = ["torchrun", "--nproc-per-node", "2", str(trainer), "--seq-length", "16"]
+    words += [
+        "--num-layers",
+        "4",
+        "--global-batch-size",
+        "4",
+        "--pipeline-model-parallel-size",
+        "2",
+    ]
+    assert cli.main(["tune", *own, "--", *words]) == 0
+    printed = capsys.readouterr().out
+    assert "and up to 6 more, to choose by what was measured" in printed
+    assert printed.endswith("--micro-batch-size 4 --global-batch-size 4 --layer-major-units off\n")
+    values = json.loads(result.read_text())
+    assert len(values["measured"]) == 4 and values["tried"]
+    log = next((tmp_path / "trainings").glob("*/*/output.log")).read_text()
+    assert "torch.distributed.run --standalone --nproc-per-node=2" in log.splitlines()[0]
 
 
 def test_limits_are_those_of_the_flags_and_the_room_there_is(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs did, from their `metrics.jsonl`: `compare_runs`, `compare_script`.
+"""What runs did, from their `metrics.jsonl`: `compare_runs`, `compare_script`, `compare_command`.
 
-The command line calls them. Only the second one starts anything.
+The command line calls them. The first one starts nothing.
 """
 
 from __future__ import annotations
@@ -18,10 +18,16 @@ from statistics import median
 import msgspec
 from tabulate import tabulate
 
+from megatron.offload.commands.launch_command import LEFT_OUT, LaunchCommand, our_flags, without
 from megatron.offload.commands.training_runs.run import RunError
 from megatron.offload.commands.training_runs.script import ScriptTrainer, check_script
-from megatron.offload.commands.training_runs.trainer import METRICS, PLACEMENT_FLAGS
+from megatron.offload.commands.training_runs.trainer import (
+    METRICS,
+    PLACEMENT_FLAGS,
+    CommandTrainer,
+)
 from megatron.offload.documents import each_line, from_json
+from megatron.offload.errors import ConfigurationError
 from megatron.offload.sizes import format_size
 
 _HEADER = ("run", "steps", "last loss", "losses", "s/step", "peak", "written/step", "stall/step")
@@ -51,7 +57,7 @@ def read_steps(path: Path) -> list[Step]:
         ConfigurationError: the file is not a metrics.jsonl.
         OSError: it cannot be read.
     """
-    advice = "give one that metrics_file= or the trainer has written"
+    advice = "give one that metrics_file= or --metrics-file has had written"
     return each_line(path, "a metrics.jsonl", advice, _step)
 
 
@@ -115,6 +121,43 @@ def compare_script(script: Path, arguments: str, num_steps: int) -> str:
                     f"{script} ended and did not call offload_activations on its first rank; "
                     "report compares a script that does with itself"
                 )
+        return compare_runs([Path(folder) / name / METRICS for name in ("off", "offload")])
+
+
+def compare_command(words: Sequence[str], num_steps: int) -> str:
+    """Runs a training command without our flags and as it is, and gives the table of both.
+
+    Args:
+        words: of the command, torchrun and all; the script knows `--metrics-file`.
+        num_steps: of each run.
+
+    Raises:
+        ConfigurationError: it cannot be started on this machine.
+        RunError: one of the runs failed.
+    """
+    command = LaunchCommand.of(words)
+    script, start = command.start("report")
+    flags, left_out = without(command.flags, LEFT_OUT)
+    plain, ours = without(flags, our_flags())
+    if not ours:
+        raise ConfigurationError(
+            "the training command has no offload flag, so there is nothing to compare; add "
+            "--activation-offload ssd --activation-offload-dir DIR"
+        )
+    if left_out:
+        print(f"left out of what is run: {shlex.join(left_out)}", file=sys.stderr)
+    common = ["--train-iters", str(num_steps), "--eval-iters", "0", "--log-interval", "1"]
+    with tempfile.TemporaryDirectory(prefix="megatron-offload-") as folder:
+        for name, own in (("off", plain), ("offload", flags)):
+            print(f"{script.name}: {num_steps} steps, {name}", file=sys.stderr, flush=True)
+            trainer = CommandTrainer(script, own, Path(folder), launch=start)
+            trainer.train(
+                name,
+                common,
+                "offload",
+                Path(folder) / name,
+                enough=lambda steps: len(steps) >= num_steps,
+            )
         return compare_runs([Path(folder) / name / METRICS for name in ("off", "offload")])
 
 

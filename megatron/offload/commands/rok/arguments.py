@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron.offload.commands.flag_values import count, counts, size
 from megatron.offload.commands.rok.strategy import DEFAULT_STRATEGIES, STRATEGIES
+from megatron.offload.commands.rok.training_command import MeasuredCommand
 from megatron.offload.commands.training_runs.script import add_script_arguments, check_script
 from megatron.offload.commands.training_runs.trainer import OUTPUT, add_training_arguments
 from megatron.offload.device.cuda import has_cuda
@@ -21,7 +22,7 @@ from megatron.offload.sizes import parse_rate
 DESCRIPTION = """\
 Measures the recompute-offload-keep (ROK) curve of SSDTrain (arXiv 2408.10013) on this machine: peak
 activation memory against speed, one point for each strategy and batch size. It trains a GPT with
-the trainer of this checkout, or runs a script of yours, a process for each point; on a CPU they
+the trainer of this checkout, or runs a training of yours, one for each point; on a CPU they
 take turns, step by step, else there are several rounds in changing order. It writes rok.png,
 rok.svg, rok.csv and rok.json.
 
@@ -29,6 +30,8 @@ rok.svg, rok.csv and rok.json.
   megatron-offload rok --micro-batch-sizes 2,4,8 --budgets 3
   megatron-offload rok --activation-offload-write-limit 150MB/s --check
   megatron-offload rok --script train.py                # any script with offload_activations
+  megatron-offload rok -- torchrun --nproc-per-node 2 -m megatron.offload.launch \\
+      Megatron-LM/pretrain_gpt.py --num-layers 8 ...    # your training command
 
 off            keep everything
 recompute      recompute every layer (Megatron's --recompute-granularity full)
@@ -58,10 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_argument(
         "--micro-batch-sizes",
         type=counts,
-        default=[4],
         metavar="N,...",
-        help="default: 4. A step is one micro-batch; for more, --extra-args '--global-batch-size "
-        "N'",
+        help="default: 4, or that of the training command. A step is one micro-batch; for more, "
+        "--extra-args '--global-batch-size N'",
     )
     measure = parser.add_argument_group("runner")
     measure.add_argument(
@@ -115,9 +117,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measure.add_argument(
         "--activation-offload-dir",
         type=Path,
-        default=OUTPUT / "runs" / "offload",
         metavar="DIR",
-        help="directory on the SSD. Default: runs/offload of the checkout",
+        help="directory on the SSD. Default: that of the training command, or runs/offload of the "
+        "checkout",
     )
     measure.add_argument(
         "--activation-offload-write-limit",
@@ -146,15 +148,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def check_arguments(args: argparse.Namespace) -> None:
     """Raises ConfigurationError where nothing could be measured; sets flags that depend on
     others."""
-    trains_ours = args.script is None and args.redraw is None
+    if args.launch and (args.script is not None or args.redraw is not None):
+        raise ConfigurationError(
+            "rok measures one thing at a time; give either a training command after --, or "
+            "--script, or --redraw"
+        )
+    trains_ours = args.script is None and args.redraw is None and not args.launch
     core = [f"megatron-core=={SUPPORTED_VERSIONS[-1]}"] if trains_ours else []
     check_packages("megatron-offload rok", *LIBRARIES, "matplotlib", "tqdm", *core)
     if args.redraw is not None:
         return
+    args.training = None
     if args.script is not None:
         _check_script(args)
+    elif args.launch:
+        args.training = MeasuredCommand.of(args.launch)
+        _take(args, args.training)
+    args.micro_batch_sizes = args.micro_batch_sizes or [4]
+    if args.activation_offload_dir is None:
+        args.activation_offload_dir = OUTPUT / "runs" / "offload"
     args.strategies = args.strategies or list(DEFAULT_STRATEGIES)
-    if args.script is None and not args.trainer.is_file():
+    if trains_ours and not args.trainer.is_file():
         raise ConfigurationError(
             f"there is no trainer at {args.trainer}, which is no part of the installed package; "
             "run this from a checkout of megatron-offload or give --trainer"
@@ -169,8 +183,13 @@ def check_arguments(args: argparse.Namespace) -> None:
             "a number of budgets lies between the peaks of off and recompute; add both to "
             "--strategies, or give --budgets as sizes"
         )
+    processes = 1 if args.training is None else args.training.start.processes
+    if args.turns and processes > 1:
+        raise ConfigurationError(
+            "--turns works with one process, which reads its turns from its standard input; drop it"
+        )
     if args.turns is None:
-        args.turns = not has_cuda()
+        args.turns = processes == 1 and not has_cuda()
     args.rounds = args.rounds or (1 if args.turns else 3)
     args.steps = args.steps or (15 if args.turns else 6)
     if args.activation_offload_write_limit is not None:
@@ -193,6 +212,22 @@ def _check_script(args: argparse.Namespace) -> None:
             "selective is Megatron's own recomputation; leave it out of --strategies with --script"
         )
     args.strategies, args.micro_batch_sizes = chosen, [1]
+
+
+def _take(args: argparse.Namespace, training: MeasuredCommand) -> None:
+    """Sets what the training command says, where the flags of rok do not."""
+    if args.micro_batch_sizes is None and training.micro_batch_size is not None:
+        args.micro_batch_sizes = [training.micro_batch_size]
+    if args.activation_offload_dir is None:
+        args.activation_offload_dir = training.directory
+    if training.num_stages > 1:
+        if args.strategies is None:
+            args.strategies = [one for one in DEFAULT_STRATEGIES if one != "suffix"]
+        if "suffix" in args.strategies:
+            raise ConfigurationError(
+                "suffix is a plan for one pipeline stage, and the training command has "
+                f"{training.num_stages}; leave it out of --strategies"
+            )
 
 
 def _strategies(text: str) -> list[str]:

@@ -14,12 +14,14 @@ from typing import Any
 
 from tqdm import tqdm
 
+from megatron.offload.commands.launch_command import not_looked_at
 from megatron.offload.commands.rok.measurements import as_csv, measured_points, predicted_frontier
 from megatron.offload.commands.rok.picture import draw
 from megatron.offload.commands.rok.result import Result
 from megatron.offload.commands.rok.runner import CurveRunner
 from megatron.offload.commands.rok.strategy import Strategy
 from megatron.offload.commands.rok.text import measurements_table, verdict_table
+from megatron.offload.commands.rok.training_command import MeasuredCommand
 from megatron.offload.commands.rok.verdict import verdicts_of
 from megatron.offload.commands.training_runs.machine import in_a_line, machine_facts
 from megatron.offload.commands.training_runs.run import Run, first_difference
@@ -66,6 +68,16 @@ def _measured(args: argparse.Namespace, command: Sequence[str]) -> Result:
         trainer: Trainer = ScriptTrainer(
             args.script, flags, args.activation_offload_dir, offload_flags=limit
         )
+    elif args.training is not None:
+        training: MeasuredCommand = args.training
+        flags = [*training.flags, *limit]
+        trainer = Trainer(
+            training.script, flags, args.activation_offload_dir, launch=training.start
+        )
+        if training.left_out:
+            print(f"left out of what is measured: {shlex.join(training.left_out)}")
+        if training.passed_on:
+            print(not_looked_at(training.passed_on, passed_on=True))
     else:
         flags = [*training_flags(args), *limit]
         trainer = Trainer(args.trainer, flags, args.activation_offload_dir)
@@ -129,6 +141,9 @@ def _title(args: argparse.Namespace) -> str:
     limit = args.activation_offload_write_limit
     if args.script is not None:
         return f"{args.script.name}{f', writes limited to {limit}' if limit else ''}"
+    if args.training is not None:
+        described = ", ".join(filter(None, (args.training.script.name, args.training.model)))
+        return f"{described}{f', writes limited to {limit}' if limit else ''}"
     return (
         f"GPT, {args.num_layers} layers, hidden size {args.hidden_size}, "
         f"sequence length {args.seq_length}{f', writes limited to {limit}' if limit else ''}"

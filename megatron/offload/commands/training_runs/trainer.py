@@ -17,11 +17,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron.offload.commands.training_runs.run import RunError
+from megatron.offload.commands.training_runs.start import LAUNCHER, Start
 from megatron.offload.documents import from_json, reading
 from megatron.offload.machine.allocator import allocator_environment
 from megatron.offload.machine.kernel_text import kernel_text
@@ -106,14 +107,14 @@ class Trainer:
         script: of the trainer.
         flags: that all trainings share.
         offload_dir: for activations.
-        processes: more than 1: torchrun; figures are those of the first rank.
+        launch: how it is started; figures are those of the first rank.
         patience_s: without a step for so long, a training has failed.
     """
 
     script: Path
     flags: Sequence[str]
     offload_dir: Path
-    processes: int = 1
+    launch: Start = field(default_factory=Start)
     patience_s: float = 600.0
 
     def train(
@@ -159,18 +160,13 @@ class Trainer:
         """
         folder.mkdir(parents=True)
         arguments, variables = self.how_to_run(flags, folder / METRICS, in_turns=in_turns)
-        launch = ["-m", "torch.distributed.run", "--standalone"]
-        launch += [f"--nproc-per-node={self.processes}"]
-        command = [
-            *(sys.executable, *(launch if self.processes > 1 else []), str(self.script)),
-            *arguments,
-        ]
+        command = self.launch.command(self.script, arguments)
         with (folder / "output.log").open("wb") as output:
             output.write((shlex.join(command) + "\n").encode())
             output.flush()
             process = subprocess.Popen(
                 command,
-                env=_environment(allocator) | variables,
+                env=_environment(allocator) | self.launch.environment() | variables,
                 stdin=subprocess.PIPE if in_turns else subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -190,6 +186,17 @@ class Trainer:
             *(["--wait-for-input"] if in_turns else []),
         ]
         return arguments, {}
+
+
+class CommandTrainer(Trainer):
+    """Starts the command that a user trains with; the directories in it are its own."""
+
+    def how_to_run(
+        self, flags: Sequence[str], metrics: Path, *, in_turns: bool
+    ) -> tuple[list[str], dict[str, str]]:
+        """See `Trainer`."""
+        turns = ["--wait-for-input"] if in_turns else []
+        return [*self.flags, *flags, "--metrics-file", str(metrics), *turns], {}
 
 
 class Training:
@@ -284,9 +291,17 @@ class Training:
         return len(self.steps) > before
 
     def _error(self, ending: str) -> RunError:
-        tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+        lines = self._log.read_text(errors="replace").splitlines()
+        tail = "\n".join(lines[-_TAIL_LINES:])
+        advice = ""
+        if any("unrecognized arguments: " in one and "--metrics-file" in one for one in lines[1:]):
+            advice = (
+                "; the script does not know --metrics-file: start one of Megatron-LM through "
+                f"-m {LAUNCHER}, in others call offload_activations and use --script"
+            )
         return RunError(
-            f"{self._name} {ending} after {len(self.steps)} steps; the end of {self._log}:\n{tail}"
+            f"{self._name} {ending} after {len(self.steps)} steps{advice}; the end of "
+            f"{self._log}:\n{tail}"
         )
 
 

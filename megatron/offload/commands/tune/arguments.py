@@ -29,8 +29,13 @@ candidate. The choice has the most tokens a second of those that keep to the lim
       examples/pretrain_gpt.py --num-layers 8 --seq-length 256 --mock-data \\
       --activation-offload ssd --activation-offload-dir /mnt/nvme0 --device-memory-budget 4GiB
   examples/pretrain_gpt.sh ... $(cat best.txt)
+  megatron-offload tune -- torchrun --nproc-per-node 2 -m megatron.offload.launch \\
+      Megatron-LM/pretrain_gpt.py --pipeline-model-parallel-size 2 --global-batch-size 16 ...
 
-The command that you train with comes after --. It gives the limits: --device-memory-budget
+The command that you train with comes after --, torchrun and all; tune starts it on this machine
+with this Python. Of a pipeline the best candidates are always measured too, as with --check: its
+stages share a machine here, and trainings of several processes cannot take turns. The command gives
+the limits: --device-memory-budget
 (weights, states and activations of a rank; on a CPU the process), --activation-offload-host-budget,
 --activation-offload-ssd-budget and the room on the drives. --tokens-per-step, or its
 --global-batch-size, gives the size of a step. tune replaces its --micro-batch-size and
@@ -111,9 +116,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measure.add_argument(
         "--micro-batches",
         type=_two,
-        default=(2, 4),
         metavar="N,N",
-        help="two numbers of micro-batches of a step, to be measured; default: 2,4",
+        help="two numbers of micro-batches of a step, to be measured; default: 2,4, in a pipeline "
+        "once and twice its stages",
     )
     measure.add_argument(
         "--steps",
@@ -139,9 +144,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measure.add_argument(
         "--processes",
         type=count,
-        default=1,
         metavar="N",
-        help="ranks on this machine; torchrun starts more than one. Default: 1",
+        help="ranks on this machine; torchrun starts more than one. Default: --nproc-per-node of "
+        "the training command, or 1",
     )
     measure.add_argument(
         "--turns",
@@ -178,8 +183,10 @@ def request_of(args: argparse.Namespace) -> Request:
     Raises:
         ConfigurationError: it cannot be done.
     """
-    command = TrainingCommand.of(args.training)
-    data_parallel_size = command.data_parallel_size(args.processes)
+    command = TrainingCommand.of(args.training, args.processes)
+    args.processes = command.start.processes
+    args.check = args.check or command.num_stages > 1
+    data_parallel_size = command.data_parallel_size()
     if args.tokens_per_step is None and command.global_batch_size is None:
         raise ConfigurationError(
             "tune needs to know how large a step is: give --tokens-per-step MIN-MAX, or the "
@@ -201,6 +208,7 @@ def request_of(args: argparse.Namespace) -> Request:
             "it or --processes"
         )
     units = _units_of(args.units, command)
+    micro_batches = args.micro_batches or _counts_of(command)
     if args.trainings is None:
         now = datetime.datetime.now()
         args.trainings = OUTPUT / "runs" / f"tune-{now:%Y%m%d-%H%M%S}"
@@ -210,7 +218,7 @@ def request_of(args: argparse.Namespace) -> Request:
         command=command,
         data_parallel_size=data_parallel_size,
         units=units,
-        to_measure=settings_to_measure(args.micro_batch_sizes, args.micro_batches, units),
+        to_measure=settings_to_measure(args.micro_batch_sizes, micro_batches, units),
         how_long=HowLong(args.skip_steps, args.steps, args.seconds),
         output=args.trainings,
     )
@@ -238,8 +246,20 @@ def step_size_of(args: argparse.Namespace, request: Request, tokens_per_sample: 
     return found
 
 
+def _counts_of(command: TrainingCommand) -> tuple[int, int]:
+    """With fewer micro-batches than stages, a pipeline keeps less in memory than otherwise."""
+    least = max(2, command.num_stages)
+    return least, 2 * least
+
+
 def _units_of(asked: list[str] | None, command: TrainingCommand) -> tuple[int, ...]:
-    names = asked or (["off"] if command.recomputes_fully else ["off", "auto"])
+    in_one = command.recomputes_fully or command.num_stages > 1
+    names = asked or (["off"] if in_one else ["off", "auto"])
+    if command.num_stages > 1 and names != ["off"]:
+        raise ConfigurationError(
+            "--layer-major-units needs a model on one pipeline stage; leave --units out, or drop "
+            "--pipeline-model-parallel-size"
+        )
     if command.recomputes_fully and names != ["off"]:
         raise ConfigurationError(
             "--layer-major-units cannot be combined with --recompute-granularity full; leave "

@@ -20,9 +20,10 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron.offload.activations.placement.atomic_file import check_place, write_atomically
+from megatron.offload.commands.launch_command import not_looked_at
 from megatron.offload.commands.training_runs.machine import in_a_line, machine_facts
 from megatron.offload.commands.training_runs.run import RunError
-from megatron.offload.commands.training_runs.trainer import CHECKOUT
+from megatron.offload.commands.training_runs.trainer import CHECKOUT, CommandTrainer
 from megatron.offload.commands.tune.arguments import Request, request_of, step_size_of
 from megatron.offload.commands.tune.candidates import FAILED, Candidate, Limits, Space, best_of
 from megatron.offload.commands.tune.fit import Fit
@@ -39,7 +40,6 @@ from megatron.offload.commands.tune.text import (
     settings_text,
     tried_table,
 )
-from megatron.offload.commands.tune.training_command import CommandTrainer
 from megatron.offload.device.cuda import has_cuda
 from megatron.offload.sizes import format_size
 
@@ -71,6 +71,8 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
         print(f"added to what is measured and to the choice: {shlex.join(request.command.added)}")
     if request.command.left_out:
         print(f"left out of what is measured: {shlex.join(request.command.left_out)}")
+    if request.command.passed_on:
+        print(not_looked_at(request.command.passed_on, passed_on=True))
     measured = tuning.measure(request.to_measure)
     tokens_per_sample = measured[0].tokens / (
         measured[0].setting.samples * request.data_parallel_size
@@ -84,7 +86,10 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
 
     def model_of(known: Sequence[Measurement]) -> StepModel:
         return StepModel(
-            known, num_layers=request.command.num_layers, host_budget_bytes=limits.host_bytes
+            known,
+            num_layers=request.command.num_layers,
+            num_stages=request.command.num_stages,
+            host_budget_bytes=limits.host_bytes,
         )
 
     model = model_of(measured)
@@ -133,7 +138,7 @@ class _Tuning:
             request.command.script,
             request.command.flags,
             _place(request),
-            processes=args.processes,
+            launch=request.command.start,
         )
         self._first: tuple[Setting, Duration] | None = None
         self._bar: tqdm[Any] = tqdm(disable=True)
@@ -150,6 +155,8 @@ class _Tuning:
         )
         if self._limits.device_bytes < math.inf:
             print(f"and up to {MOST_TRAININGS} more, to be sure of the memory budget", flush=True)
+        elif self._request.command.num_stages > 1:
+            print(f"and up to {MOST_TRAININGS} more, to choose by what was measured", flush=True)
         return self._run(settings, "fit")
 
     def try_out(self, settings: Sequence[Setting]) -> Mapping[Setting, Measurement | None]:

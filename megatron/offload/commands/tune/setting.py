@@ -40,15 +40,19 @@ class Setting:
             *("--layer-major-units", str(self.units or "off")),
         ]
 
-    def waiting_micro_batches(self, num_layers: int | None) -> float:
+    def waiting_micro_batches(self, num_layers: int | None, num_stages: int = 1) -> float:
         """How many micro-batches' activations wait at once, at the step's fullest moment.
 
-        One after the other it is one. Layer-major the layers of all units but the last have run for
+        One after the other it is one, on the first stage of a pipeline as many as there are stages.
+        Layer-major the layers of all units but the last have run for
         all micro-batches when the last unit begins, which runs each forward and backward at once.
 
         Args:
             num_layers: of the model; None: not known, units are taken for equal.
+            num_stages: of its pipeline.
         """
+        if num_stages > 1:
+            return min(self.micro_batches, num_stages)
         return 1.0 + (self.micro_batches - 1) * self.share_before_last_unit(num_layers)
 
     def share_before_last_unit(self, num_layers: int | None) -> float:

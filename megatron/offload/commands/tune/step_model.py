@@ -22,6 +22,14 @@ states and their gradients. And `b*(m-1)*away`, where `away` is the share of lay
 unit, is what they keep of those layers: without offload everything, with it what is too small to
 move.
 
+In a pipeline of p stages steps run one micro-batch after the other. Each stage computes for m of
+them and waits for p - 1, while the first one comes to the last stage and the last one comes back:
+(m + p - 1) times the seconds of one. So the seconds have a term `b` beside `1`, `m` and `m*b`, for
+the part of the p - 1 that grows with the samples. Device memory is that of the stage that takes the
+most, usually the first. It begins p micro-batches before the first of them comes back, or all of
+them if there are fewer, so `b*held` stands beside `b`, where `held` is the smaller of m and p. On
+the tiers so many wait at once.
+
 On the tiers, for each micro-batch `1` (what does not depend on its size) and `b`. The sum over a
 step is what is moved. At once there is what waits, `Setting.waiting_micro_batches`. With `tiered`
 host memory takes the share that it had in the runs, up to its budget.
@@ -83,10 +91,13 @@ class Measurement:
     host_share: float
     tokens: float
 
-    def figures(self, num_layers: int | None, host_budget_bytes: float) -> Figures:
+    def figures(
+        self, num_layers: int | None, host_budget_bytes: float, num_stages: int = 1
+    ) -> Figures:
         """As predictions are given."""
         one = self.setting
-        at_once = self.moved_bytes / one.micro_batches * one.waiting_micro_batches(num_layers)
+        waiting = one.waiting_micro_batches(num_layers, num_stages)
+        at_once = self.moved_bytes / one.micro_batches * waiting
         host = min(at_once * self.host_share, host_budget_bytes)
         return Figures(self.step_s, self.device_bytes, self.moved_bytes, host, at_once - host)
 
@@ -97,6 +108,7 @@ class StepModel:
     Args:
         measured: as `settings_to_measure` says.
         num_layers: of the model; None: not known.
+        num_stages: of its pipeline.
         host_budget_bytes: most that host memory takes of activations, of a rank.
     """
 
@@ -105,9 +117,11 @@ class StepModel:
         measured: Sequence[Measurement],
         *,
         num_layers: int | None = None,
+        num_stages: int = 1,
         host_budget_bytes: float = float("inf"),
     ) -> None:
         self.num_layers = num_layers
+        self.num_stages = num_stages
         self._host_budget_bytes = host_budget_bytes
         moved = sum(one.moved_bytes for one in measured)
         in_host = sum(one.moved_bytes * one.host_share for one in measured)
@@ -115,12 +129,12 @@ class StepModel:
         self.seconds: dict[bool, Fit] = {}  # by whether it is layer-major
         self.moved: dict[bool, Fit] = {}
         self.device = fit(
-            _device_terms(num_layers, {one.setting.units for one in measured}),
+            _device_terms(num_layers, num_stages, {one.setting.units for one in measured}),
             {one.setting: one.device_bytes for one in measured},
         )
         for layer_major in sorted({bool(one.setting.units) for one in measured}):
             own = [one for one in measured if bool(one.setting.units) == layer_major]
-            terms = _terms(layer_major)
+            terms = _terms(layer_major, in_pipeline=num_stages > 1)
             self.seconds[layer_major] = fit(
                 terms["seconds"], {one.setting: one.step_s for one in own}, relative=True
             )
@@ -138,29 +152,34 @@ class StepModel:
             self.moved[order].at(setting),
             self._host_share,
             tokens=0.0,
-        ).figures(self.num_layers, self._host_budget_bytes)
+        ).figures(self.num_layers, self._host_budget_bytes, self.num_stages)
 
 
-def _terms(layer_major: bool) -> dict[str, Mapping[str, Callable[[Setting], float]]]:
+def _terms(
+    layer_major: bool, *, in_pipeline: bool
+) -> dict[str, Mapping[str, Callable[[Setting], float]]]:
     """Of what each order has coefficients of its own for; see Note [Terms]."""
     one: dict[str, Callable[[Setting], float]] = {
         "1": lambda s: 1.0,
         "m": lambda s: s.micro_batches,
         "m*b": lambda s: s.samples,
         "m*u": lambda s: s.micro_batches * s.units,
+        "b": lambda s: s.micro_batch_size,
     }
 
     def of(*names: str) -> dict[str, Callable[[Setting], float]]:
         return {name: one[name] for name in names}
 
     return {
-        "seconds": of("1", "m", "m*b", *(["m*u"] if layer_major else [])),
+        "seconds": of(
+            *("1", "m", "m*b"), *(["m*u"] if layer_major else []), *(["b"] if in_pipeline else [])
+        ),
         "moved": of("m", "m*b"),
     }
 
 
 def _device_terms(
-    num_layers: int | None, units: Collection[int]
+    num_layers: int | None, num_stages: int, units: Collection[int]
 ) -> dict[str, Callable[[Setting], float]]:
     """See Note [Terms]; `units` are those that were measured."""
 
@@ -168,9 +187,11 @@ def _device_terms(
         return s.micro_batches - 1 if s.units else 0
 
     of_units = {"1/u": lambda s: 1.0 / s.units if s.units else 0.0}
+    of_stages = {"b*held": lambda s: s.micro_batch_size * min(s.micro_batches, num_stages)}
     return {
         "1": lambda s: 1.0,
         "b": lambda s: s.micro_batch_size,
+        **(of_stages if num_stages > 1 else {}),
         "m-1": others,
         **(of_units if len({one for one in units if one}) > 1 else {}),
         "b*(m-1)": lambda s: s.micro_batch_size * others(s),

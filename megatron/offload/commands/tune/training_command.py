@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training command that is tuned: `TrainingCommand`, what its flags say of it.
 
-It is any Python script that takes Megatron-style flags, ours among them, and `--metrics-file`.
+It starts a Python script that takes Megatron-style flags, ours among them, and `--metrics-file`:
+the bundled trainer, or one of Megatron-LM through the launcher.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.offload.commands.training_runs.trainer import Trainer
+from megatron.offload.commands.launch_command import LEFT_OUT, LaunchCommand, without
+from megatron.offload.commands.training_runs.start import Start
 from megatron.offload.config import DEFAULT_INFLIGHT_BYTES, OffloadConfig
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.megatron.arguments import (
@@ -28,15 +28,11 @@ from megatron.offload.sizes import MIB
 _IN_FLIGHT = 0.02
 _LEAST_IN_FLIGHT_BYTES = 4 * MIB  # so that drives have something to do at once
 
-# Flags with one value that the trainings which are measured are started without: what is measured,
-# what they would leave behind, and what depends on how long they are.
-LEFT_OUT = (
+# What is measured instead of what the command has.
+_MEASURED = (
     *("--micro-batch-size", "--global-batch-size", "--layer-major-units", "--rampup-batch-size"),
-    *("--save", "--load", "--save-interval", "--tensorboard-dir", "--metrics-file"),
-    *("--activation-offload-trace", "--activation-memory-report"),
-    *("--train-iters", "--train-samples", "--exit-interval", "--eval-iters", "--log-interval"),
-    *("--lr-warmup-iters", "--lr-decay-iters", "--lr-warmup-samples", "--lr-decay-samples"),
 )
+_INTERLEAVED = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 
 
 @dataclass(frozen=True)
@@ -45,8 +41,10 @@ class TrainingCommand:
 
     Attributes:
         script: in Python.
-        flags: as given, without those of `LEFT_OUT`, with those that were added.
-        left_out: those of them that were given.
+        start: how it is started on this machine.
+        flags: as given, without what was left out, with those that were added.
+        left_out: flags for checkpoints, schedules and what is measured.
+        passed_on: names of flags that tune does not know; the trainings have them.
         added: belong to the choice: what is measured has them too.
         offload: where its activations go.
         device_budget_bytes: most device memory of a rank; None: the command does not say.
@@ -54,12 +52,15 @@ class TrainingCommand:
         seq_length: tokens of a sample; None likewise.
         num_layers: of the model; None likewise.
         model_parallel_size: ranks that have one copy of the model.
+        num_stages: of its pipeline.
         recomputes_fully: with Megatron's checkpoints, which layer-major steps do not take.
     """
 
     script: Path
+    start: Start
     flags: Sequence[str]
     left_out: Sequence[str]
+    passed_on: Sequence[str]
     added: Sequence[str]
     offload: OffloadConfig
     device_budget_bytes: int | None
@@ -67,11 +68,15 @@ class TrainingCommand:
     seq_length: int | None
     num_layers: int | None
     model_parallel_size: int
+    num_stages: int
     recomputes_fully: bool
 
     @classmethod
-    def of(cls, words: Sequence[str]) -> TrainingCommand:
-        """Reads a command, `examples/pretrain_gpt.py --num-layers 4 ...`.
+    def of(cls, words: Sequence[str], processes: int | None = None) -> TrainingCommand:
+        """Reads a command, `torchrun ... -m megatron.offload.launch pretrain_gpt.py ...`.
+
+        Args:
+            processes: as many are started; None: as the command says, or one.
 
         Raises:
             ConfigurationError: it cannot be tuned.
@@ -81,18 +86,11 @@ class TrainingCommand:
                 "tune needs the training command after --, for example: megatron-offload tune "
                 "--tokens-per-step 4096-16384 -- examples/pretrain_gpt.py --num-layers 8"
             )
-        script = Path(words[0])
-        if not script.is_file():
-            raise ConfigurationError(
-                f"there is no script {script}; the training command after -- begins with one"
-            )
-        if script.suffix != ".py":
-            raise ConfigurationError(
-                f"tune starts Python scripts, and {script} is none; give the script that it "
-                "starts, for example examples/pretrain_gpt.py, and all flags"
-            )
-        flags = list(words[1:])
-        args = _read(flags)
+        command = LaunchCommand.of(words)
+        script, start = command.start("tune", processes)
+        args = argparse.Namespace()
+        passed_on = command.read(_parser(), args)
+        flags = list(command.flags)
         offload, states = config_from_args(args), states_config_from_args(args)
         layer_major_config_from_args(args)
         if offload.plans:
@@ -106,54 +104,53 @@ class TrainingCommand:
                 "leave of --device-memory-budget; use ssd, host or tiered with "
                 "--optimizer-state-window"
             )
-        if args.pipeline_model_parallel_size > 1:
-            raise ConfigurationError(
-                "tune needs a model on one pipeline stage: with --pipeline-model-parallel-size "
-                "above 1 the number of micro-batches also decides how long stages wait for each "
-                "other; drop it, or choose by megatron-offload plan"
-            )
-        kept, left_out = _without(flags, LEFT_OUT)
+        stages = args.pipeline_model_parallel_size
+        for name in _INTERLEAVED:
+            if stages > 1 and getattr(args, name) is not None:
+                raise ConfigurationError(
+                    "tune does not know what interleaved stages keep in memory; drop "
+                    f"--{name.replace('_', '-')} to choose for a plain pipeline, or choose by "
+                    "megatron-offload plan"
+                )
+        kept, left_out = without(flags, (*_MEASURED, *LEFT_OUT))
+        left_out_names = {word.partition("=")[0] for word in left_out}
         added = _added_flags(offload, states.device_memory_budget_bytes)
         return cls(
             script=script,
+            start=start,
             flags=[*kept, *added],
             left_out=left_out,
+            passed_on=[name for name in passed_on if name not in left_out_names],
             added=added,
             offload=offload,
             device_budget_bytes=states.device_memory_budget_bytes,
             global_batch_size=args.global_batch_size,
             seq_length=args.seq_length,
             num_layers=args.num_layers,
-            model_parallel_size=args.tensor_model_parallel_size * args.context_parallel_size,
+            model_parallel_size=args.tensor_model_parallel_size
+            * args.context_parallel_size
+            * stages,
+            num_stages=stages,
             recomputes_fully=args.recompute_granularity == "full",
         )
 
-    def data_parallel_size(self, processes: int) -> int:
-        """Copies of the model that so many processes hold.
+    def data_parallel_size(self) -> int:
+        """Copies of the model that the processes hold.
 
         Raises:
             ConfigurationError: they hold none, or a part of one is left over.
         """
+        processes = self.start.processes
         if processes % self.model_parallel_size:
             raise ConfigurationError(
-                f"--processes {processes} is not a multiple of the {self.model_parallel_size} "
-                "ranks that have one copy of the model; change one of them"
+                f"{processes} processes are not a multiple of the {self.model_parallel_size} "
+                "ranks that have one copy of the model; change --nproc-per-node of torchrun in "
+                "the training command, or --processes of tune"
             )
         return processes // self.model_parallel_size
 
 
-class CommandTrainer(Trainer):
-    """Starts the command again and again; its directories are its own."""
-
-    def how_to_run(
-        self, flags: Sequence[str], metrics: Path, *, in_turns: bool
-    ) -> tuple[list[str], dict[str, str]]:
-        """See `Trainer`."""
-        turns = ["--wait-for-input"] if in_turns else []
-        return [*self.flags, *flags, "--metrics-file", str(metrics), *turns], {}
-
-
-def _read(flags: Sequence[str]) -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
     """What we need of the flags; the script understands the others."""
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     add_offload_arguments(parser)
@@ -161,14 +158,10 @@ def _read(flags: Sequence[str]) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int)
     for name in ("tensor-model", "context", "pipeline-model"):
         parser.add_argument(f"--{name}-parallel-size", type=int, default=1)
+    parser.add_argument("--num-layers-per-virtual-pipeline-stage", type=int)
+    parser.add_argument("--num-virtual-stages-per-pipeline-rank", type=int)
     parser.add_argument("--recompute-granularity")
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            return parser.parse_known_args(list(flags))[0]
-    except SystemExit:
-        sentence = said.getvalue().strip().rpartition("error: ")[2]
-        raise ConfigurationError(f"the training command is not understood: {sentence}") from None
+    return parser
 
 
 def _added_flags(offload: OffloadConfig, device_budget_bytes: int | None) -> list[str]:
@@ -184,15 +177,3 @@ def _added_flags(offload: OffloadConfig, device_budget_bytes: int | None) -> lis
     if most >= DEFAULT_INFLIGHT_BYTES:
         return []
     return ["--activation-offload-inflight", f"{most // MIB}MiB"]
-
-
-def _without(flags: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The flags without these and their values; and those."""
-    kept: list[str] = []
-    left_out: list[str] = []
-    into = kept
-    for word in flags:
-        if word.startswith("--"):
-            into = left_out if word.partition("=")[0] in names else kept
-        into.append(word)
-    return kept, left_out
