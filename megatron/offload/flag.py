@@ -12,7 +12,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, field
 from typing import Any, ClassVar, Self
 
@@ -262,3 +262,12 @@ def argparse_type(parse: Callable[[object], Any]) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(str(error).removeprefix(PREFIX)) from None
 
     return convert
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence about a flag that is none: the one of the known ones that is nearest.
+
+    Empty where none is near.
+    """
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""

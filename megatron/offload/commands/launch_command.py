@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import io
 import re
 from collections.abc import Collection, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from megatron.offload.commands.training_runs.start import LAUNCHER, Start
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.flag import did_you_mean
 from megatron.offload.integration.megatron.arguments import add_offload_arguments
 
 # What our flags begin with, and none of Megatron's: another one is a mistake in writing.
@@ -169,9 +169,8 @@ class LaunchCommand:
         known = our_flags()
         for name in others:
             if _OURS.match(name) and name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]}?" if near else "all of ours are in docs/flags.md"
-                raise ConfigurationError(f"the launch command has {name}, which is no flag; {hint}")
+                hint = did_you_mean(name, known) or "; all of ours are in docs/flags.md"
+                raise ConfigurationError(f"the launch command has {name}, which is no flag{hint}")
         return list(others)
 
 

@@ -17,11 +17,12 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from megatron.offload.errors import ConfigurationError, OffloadError
+from megatron.offload.flag import did_you_mean
 from megatron.offload.integration.megatron import cpu_runtime, cpu_training_script
 from megatron.offload.integration.megatron.arguments import add_offload_arguments
 from megatron.offload.integration.megatron.estimate import (
@@ -134,6 +135,8 @@ class TrainingScript:
         parser = add_measuring_arguments(add_offload_arguments(original(parser)))
         if cpu_runtime.is_active():
             cpu_training_script.set_defaults(parser)
+        # Its own would print a thousand lines of usage first.
+        parser.error = functools.partial(_refuse_flags, parser)  # type: ignore[method-assign]
         return parser
 
     def _set_up(self, original: Function, *args: Any, **kwargs: Any) -> Any:
@@ -257,6 +260,22 @@ class TrainingScript:
         values = torch.tensor(list(metrics.values()), dtype=torch.float64, device=self._device)
         torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX)
         return dict(zip(metrics, values.tolist(), strict=True))
+
+
+def _refuse_flags(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """In the place of `ArgumentParser.error`; the launcher shows what is raised.
+
+    Raises:
+        ConfigurationError: always.
+    """
+    what, _, words = message.partition(": ")
+    unknown = [word.partition("=")[0] for word in words.split() if word.startswith("-")]
+    if what == "unrecognized arguments" and unknown:
+        known = parser._option_string_actions
+        message = "; ".join(f"there is no flag {one}{did_you_mean(one, known)}" for one in unknown)
+    raise ConfigurationError(
+        f"{message}; python -m megatron.offload.launch {parser.prog} --help shows all flags"
+    )
 
 
 @dataclass(frozen=True)
