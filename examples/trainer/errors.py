@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
+from megatron.offload.integration.torchrun_report import record_sentence
+
 # The other ranks wait this long before they leave: a launcher that sees one rank fail kills the
 # rest, and rank 0 must have said why by then.
 _EXIT_DELAY_S = 2.0
@@ -27,13 +29,17 @@ def program() -> str:
 def fail(message: str) -> NoReturn:
     """Prints one sentence and leaves with exit code 2.
 
-    Other ranks than 0 first give it time to say the same: then a launcher has ended them.
+    torchrun's report shows it too. Other ranks than 0 first give it time to say the same: then a
+    launcher has ended them.
     """
     rank = int(os.environ.get("RANK", "0"))
     where = "" if rank == 0 else f" on rank {rank}"
+    sentence = " ".join(message.split())
+    record_sentence(
+        f"{program()}: error{where}: {sentence}", leaves_in_s=_EXIT_DELAY_S if rank > 0 else 0.0
+    )
     if rank > 0:
         time.sleep(_EXIT_DELAY_S)
-    sentence = " ".join(message.split())
     print(f"{program()}: error{where}: {sentence}", file=sys.stderr, flush=True)
     sys.exit(2)
 

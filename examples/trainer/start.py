@@ -12,6 +12,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from megatron.offload.integration.torchrun_report import recorded_errors
+
 from .arguments import check_megatron_core_version
 from .errors import UserError, fail
 
@@ -41,8 +43,9 @@ def start(make_task: Callable[[], Any]) -> int:
     for message in ("Please use DTensor", r"`torch\.distributed\.\w+` is deprecated"):
         warnings.filterwarnings("ignore", message=message, category=FutureWarning)
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
-    task = make_task()
-    from .training import pretrain
+    with recorded_errors():
+        task = make_task()
+        from .training import pretrain
 
-    pretrain(task)
+        pretrain(task)
     return 0

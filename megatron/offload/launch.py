@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import logging
 import os
 import runpy
@@ -23,8 +24,10 @@ from typing import NoReturn
 from megatron.offload.errors import PREFIX, ConfigurationError
 from megatron.offload.integration.megatron import cpu_training_script
 from megatron.offload.integration.megatron.arguments import add_offload_arguments
+from megatron.offload.integration.megatron.dataset_module import set_python_of_datasets
 from megatron.offload.integration.megatron.measured_steps import add_measuring_arguments
 from megatron.offload.integration.megatron.training_script import TrainingScript
+from megatron.offload.integration.torchrun_report import record_sentence, recorded_errors
 
 _NAME = "megatron.offload.launch"
 _USAGE = (
@@ -60,12 +63,20 @@ _EXIT_DELAY_S = 2.0
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the script. What the user can put right ends with one sentence and exit code 2."""
     argv = sys.argv[1:] if argv is None else argv
-    if not argv or argv[0] in ("-h", "--help"):
-        _parser().print_help(sys.stdout if argv else sys.stderr)
-        sys.exit(0 if argv else 2)
+    if not argv:
+        if _is_rank_0():
+            print(f"usage: {_USAGE}", file=sys.stderr)
+        _fail(
+            "there is no script to run; give one of a Megatron-LM checkout, for example "
+            "Megatron-LM/pretrain_gpt.py, and its flags; --help shows ours"
+        )
+    if argv[0] in ("-h", "--help"):
+        _parser().print_help()
+        sys.exit(0)
     _show_our_log()
     try:
-        run(Path(argv[0]), argv[1:])
+        with recorded_errors():
+            run(Path(argv[0]), argv[1:])
     except ConfigurationError as error:
         _fail(str(error).removeprefix(PREFIX))
 
@@ -91,6 +102,8 @@ def run(path: Path, flags: Sequence[str]) -> None:
     try:
         _import_megatron_lm(path)
         script.connect()
+        if _is_rank_0():
+            _check_datasets()
         runpy.run_path(str(path), run_name="__main__")
     except SystemExit as leaving:
         if not leaving.code:
@@ -125,6 +138,13 @@ def _import_megatron_lm(path: Path) -> None:
         ) from error
 
 
+def _check_datasets() -> None:
+    """Before rank 0 compiles their module; another machine's first rank does not."""
+    core = importlib.util.find_spec("megatron.core")
+    for folder in core.submodule_search_locations or () if core is not None else ():
+        set_python_of_datasets(Path(folder) / "datasets")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m {_NAME}",
@@ -156,8 +176,10 @@ def _print_once(text: str) -> None:
 
 
 def _fail(message: str) -> NoReturn:
+    sentence = f"{_NAME}: error: {' '.join(message.split())}"
+    record_sentence(sentence, leaves_in_s=0.0 if _is_rank_0() else _EXIT_DELAY_S)
     if _is_rank_0():
-        print(f"{_NAME}: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+        print(sentence, file=sys.stderr, flush=True)
     else:
         time.sleep(_EXIT_DELAY_S)
     sys.exit(2)

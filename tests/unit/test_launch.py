@@ -81,12 +81,55 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_without_a_script_the_help_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_script_the_usage_is_short_and_the_last_line_says_what_to_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit) as left:
         launch.main([])
     assert left.value.code == 2
     captured = capsys.readouterr()
-    assert captured.out == "" and "usage: python -m megatron.offload.launch SCRIPT" in captured.err
+    usage, *_, last = captured.err.splitlines()
+    assert usage.startswith("usage: python -m megatron.offload.launch SCRIPT")
+    assert last.startswith("megatron.offload.launch: error: there is no script to run; give one")
+    assert captured.out == "" and len(captured.err.splitlines()) < 5
+
+
+READS_ITS_FLAGS = """
+import argparse
+from megatron.training import arguments
+parser = arguments.add_megatron_arguments(argparse.ArgumentParser(prog="train.py"))
+parser.parse_args()
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            "--activation-offlod ssd",
+            "no flag --activation-offlod (did you mean --activation-offload?)",
+        ),
+        ("--micro-batch-sizes=2", "no flag --micro-batch-sizes (did you mean --micro-batch-size?)"),
+        ("--nonsense", "there is no flag --nonsense; python -m"),
+        (
+            "--activation-offload nowhere",
+            "argument --activation-offload: invalid choice: 'nowhere'",
+        ),
+        ("--micro-batch-size x", "argument --micro-batch-size: invalid int value: 'x'"),
+        ("stray", "unrecognized arguments: stray"),
+    ],
+)
+def test_a_flag_that_is_none_is_a_sentence_and_no_usage(
+    capsys: pytest.CaptureFixture[str],
+    megatron_lm: FakeMegatronLm,
+    tmp_path: Path,
+    flags: str,
+    said: str,
+) -> None:
+    script = write(tmp_path / "train.py", READS_ITS_FLAGS)
+    line = sentence(capsys, script, *flags.split())
+    assert said in line
+    assert line.endswith("; python -m megatron.offload.launch train.py --help shows all flags")
 
 
 def test_a_path_that_is_no_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
