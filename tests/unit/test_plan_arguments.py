@@ -226,6 +226,21 @@ def test_a_launch_command_has_the_model_and_its_division() -> None:
     )
 
 
+def test_divisions_of_one_are_none_and_virtual_stages_may_be_given_by_their_number() -> None:
+    line = f"{LAUNCHED} --context-parallel-size 1 --expert-model-parallel-size=1 --vocab-size 1000"
+    pipeline = "--pipeline-model-parallel-size 2 --global-batch-size 32"
+    number = "--num-virtual-stages-per-pipeline-rank 2"
+    group = "--microbatch-group-size-per-virtual-pipeline-stage 4"
+    said, args = launched(f"{line} {pipeline} {number} {group}")
+    assert said == []
+    found = request_of(args).projections
+    assert {one.parallel.virtual for one in found} == {2} and len(found) == 2
+    assert {one.parallel.group_size for one in found} == {4}
+    layers = f"--num-layers-per-virtual-pipeline-stage {found[0].model.num_layers // 4}"
+    _, same = launched(f"{line} {pipeline} {layers} {group}")
+    assert request_of(same).projections == found
+
+
 def test_what_a_launch_command_leaves_open_is_said() -> None:
     said, args = launched(f"python x.py {SIZES} --recompute-granularity full", "--num-gpus 4")
     assert said == [
@@ -249,11 +264,20 @@ def test_steps_whose_parameters_stream_are_read_of_it_too() -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--num-experts 8", "plan does not know --num-experts, and its figures"),
-        ("--context-parallel-size 2", "plan does not know --context-parallel-size"),
+        (
+            "--num-experts 8 --expert-model-parallel-size 2",
+            r"plan cannot take into account --num-experts \(what experts keep depends on how "
+            r"tokens are routed\), --expert-model-parallel-size \(what",
+        ),
+        ("--context-parallel-size 2", r"into account --context-parallel-size \(plan divides no"),
+        ("--decoder-last-pipeline-num-layers 1", r"\(stages then have different numbers of layers"),
+        (
+            "--num-layers-per-virtual-pipeline-stage 1 --num-virtual-stages-per-pipeline-rank 2",
+            "not allowed with argument",
+        ),
         ("--normalization Foo", "--normalization: invalid choice: 'Foo'"),
         ("--num-layers", "--num-layers: expected one argument"),
-        ("--activation-offlod ssd", "has --activation-offlod, which is no flag; did you mean"),
+        ("--activation-offlod ssd", "has --activation-offlod, which is no flag \\(did you mean"),
     ],
 )
 def test_a_launch_command_that_cannot_be_planned_is_refused(flags: str, words: str) -> None:

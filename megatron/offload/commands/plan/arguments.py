@@ -80,12 +80,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+_EXPERTS = "what experts keep depends on how tokens are routed"
+_OTHER_LAYERS = "its layers are of other kinds"
+_UNEVEN = "stages then have different numbers of layers"
+_NARROW = "what is kept in 8 bits or 4 depends on Transformer Engine"
 # Flags of Megatron that make another model of it, or divide it otherwise, than plan describes.
-_OTHER_MODELS = (
-    *("--num-experts", "--context-parallel-size", "--multi-latent-attention", "--mtp-num-layers"),
-    *("--hybrid-override-pattern", "--is-hybrid-model", "--heterogeneous-layers-config-path"),
-    *("--fp8-format", "--fp4-format", "--expert-model-parallel-size"),
-)
+_OTHER_MODELS = {
+    "--num-experts": _EXPERTS,
+    "--multi-latent-attention": "it keeps other tensors than plan's attention",
+    "--mtp-num-layers": "it adds layers behind the last one",
+    "--hybrid-override-pattern": _OTHER_LAYERS,
+    "--hybrid-layer-pattern": _OTHER_LAYERS,
+    "--is-hybrid-model": _OTHER_LAYERS,
+    "--heterogeneous-layers-config-path": _OTHER_LAYERS,
+    "--heterogeneous-layers-config-encoded-json": _OTHER_LAYERS,
+    "--fp8-format": _NARROW,
+    "--fp4-format": _NARROW,
+    "--decoder-first-pipeline-num-layers": _UNEVEN,
+    "--decoder-last-pipeline-num-layers": _UNEVEN,
+    "--pipeline-model-parallel-layout": _UNEVEN,
+    "--account-for-embedding-in-pipeline-split": _UNEVEN,
+    "--account-for-loss-in-pipeline-split": _UNEVEN,
+}
+# The same of divisions, which mean nothing where they are 1.
+_OTHER_DIVISIONS = {
+    "--context-parallel-size": "plan divides no sequence among ranks",
+    "--expert-model-parallel-size": _EXPERTS,
+    "--expert-tensor-parallel-size": _EXPERTS,
+}
 
 
 def read_launch_command(args: argparse.Namespace, words: Sequence[str]) -> list[str]:
@@ -112,12 +134,19 @@ def read_launch_command(args: argparse.Namespace, words: Sequence[str]) -> list[
     streams = any(one.partition("=")[0] == "--parameter-offload" for one in command.flags)
     if streams:
         _add_streaming(parser)
+    for flag in _OTHER_DIVISIONS:
+        parser.add_argument(flag, type=count, default=1)
     others = command.read(parser, args)
-    if found := [name for name in others if name in _OTHER_MODELS]:
+    found = {name: _OTHER_MODELS[name] for name in others if name in _OTHER_MODELS}
+    for flag, why in _OTHER_DIVISIONS.items():
+        if getattr(args, flag[2:].replace("-", "_")) > 1:
+            found[flag] = why
+    if found:
+        reasons = ", ".join(f"{flag} ({why})" for flag, why in found.items())
         raise ConfigurationError(
-            f"plan does not know {', '.join(found)}, and its figures would be those of another "
-            "training; measure it with --activation-offload auto, or leave them out to plan for a "
-            "dense model without them"
+            f"plan cannot take into account {reasons}; its figures would be those of another "
+            "training: measure this one with --activation-offload auto or megatron-offload rok, or "
+            "leave these flags out to plan for the training without them"
         )
     if args.num_gpus is None:
         args.num_gpus = command.num_processes
@@ -212,7 +241,12 @@ def add_parallelism(group: Any) -> None:
         group.add_argument(flag, type=count, metavar="N")
     group.add_argument("--tensor-model-parallel-size", type=count, default=1, metavar="N")
     group.add_argument("--pipeline-model-parallel-size", type=_layers, default=1, metavar="N")
-    group.add_argument("--num-layers-per-virtual-pipeline-stage", type=count, metavar="N")
+    virtual = group.add_mutually_exclusive_group()
+    virtual.add_argument("--num-layers-per-virtual-pipeline-stage", type=count, metavar="N")
+    virtual.add_argument("--num-virtual-stages-per-pipeline-rank", type=count, metavar="N")
+    group.add_argument(
+        "--microbatch-group-size-per-virtual-pipeline-stage", type=count, metavar="N"
+    )
     group.add_argument("--sequence-parallel", action="store_true")
     group.add_argument("--use-distributed-optimizer", action="store_true")
     group.add_argument(

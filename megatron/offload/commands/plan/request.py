@@ -174,7 +174,7 @@ def _parallelism(args: argparse.Namespace) -> Parallelism:
             f"--num-gpus {num_gpus} is no multiple of the {copy} that one copy of the model takes; "
             "change it or the parallel sizes"
         )
-    virtual = 1
+    virtual = args.num_virtual_stages_per_pipeline_rank or 1
     of_chunk = args.num_layers_per_virtual_pipeline_stage
     if of_chunk is not None:
         virtual, rest = divmod(args.num_layers, of_chunk * pipeline)
@@ -191,6 +191,7 @@ def _parallelism(args: argparse.Namespace) -> Parallelism:
         virtual=virtual,
         data=num_gpus // copy,
         sequence_parallel=args.sequence_parallel,
+        group_size=args.microbatch_group_size_per_virtual_pipeline_stage,
     )
 
 
