@@ -18,7 +18,7 @@ from megatron.offload.activations.placement.plan_file import load_plans
 from megatron.offload.activations.placement.policy import WHOLE_LAYER, Placement
 from megatron.offload.activations.saved.bits import bits_bytes
 from megatron.offload.planner.projection.hardware import DriveSpec, GpuSpec, Hardware
-from megatron.offload.planner.projection.model import Parallelism, Transformer
+from megatron.offload.planner.projection.model import Experts, Parallelism, Transformer
 from megatron.offload.planner.projection.projection import Projection, project
 from tests.support.launch import train
 
@@ -94,6 +94,53 @@ def test_projected_bytes_are_what_the_engine_moves(
     passes = parallel.num_micro_batches
     assert measured["offloaded_bytes"] == passes * sum(part.movable_bytes for part in parts)
     assert measured["offloaded_storages"] == passes * sum(part.num_storages for part in parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "sizes", "division"),
+    [
+        pytest.param("", {}, {}, id="plain"),
+        pytest.param("--swiglu", {"gated": True}, {}, id="gated"),
+        pytest.param(
+            "--tensor-model-parallel-size 2 --sequence-parallel",
+            {},
+            {"tensor": 2, "sequence_parallel": True},
+            id="TP2+SP",
+        ),
+    ],
+)
+def test_so_are_those_of_experts(
+    tmp_path: Path, flags: str, sizes: dict[str, bool], division: dict[str, int]
+) -> None:
+    """Those of all together: each has storages of its own, as many tokens as it gets."""
+    outcome = train(
+        "--attention-dropout 0 --hidden-dropout 0 --train-iters 2 --activation-replay off",
+        f"--activation-offload ssd --activation-offload-dir {tmp_path} --seq-length 256",
+        f"--activation-offload-io buffered --activation-offload-min-bytes {MIN_BYTES}",
+        "--num-experts 4 --moe-router-topk 2 --disable-bias-linear",
+        flags,
+        world_size=division.get("tensor", 1),
+    )
+    profile = project(
+        Projection(
+            model=Transformer(
+                **LAYERS,  # type: ignore[arg-type]
+                seq_length=256,
+                vocab_size=256,
+                fused_kernels=False,
+                experts=Experts(4, 2),
+                **sizes,  # type: ignore[arg-type]
+            ),
+            parallel=Parallelism(global_batch_size=4, **division),  # type: ignore[arg-type]
+            hardware=Hardware(GpuSpec.load("a100"), DriveSpec.load("990-pro")),
+            min_bytes=MIN_BYTES,
+        )
+    )
+    parts = [part for layer in profile.layers for part in layer.parts]
+    moved = outcome.metrics[-1]["offload"]["offloaded_bytes"] / 4
+    # The router keeps a few more numbers of each token than its scores.
+    assert moved == pytest.approx(sum(part.movable_bytes for part in parts), rel=0.03)
 
 
 @pytest.mark.slow(but="gated")

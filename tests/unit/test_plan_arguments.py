@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron.offload import cli
 from megatron.offload.commands.plan.arguments import add_arguments, read_launch_command
 from megatron.offload.commands.plan.request import Request, request_of
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.planner.projection.model import Experts
 from megatron.offload.planner.projection.projection import project
 
 MODEL = (
@@ -241,6 +243,42 @@ def test_divisions_of_one_are_none_and_virtual_stages_may_be_given_by_their_numb
     assert request_of(same).projections == found
 
 
+def test_experts_are_read_with_their_division() -> None:
+    flags = "--num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 64 --moe-layer-freq 2"
+    flags += " --moe-shared-expert-intermediate-size 32 --expert-model-parallel-size 4"
+    said, args = launched(f"{LAUNCHED} {flags} --vocab-size 1000 --moe-grouped-gemm")
+    assert said == ["not looked at: --moe-grouped-gemm"]
+    (found,) = request_of(args).projections
+    assert found.model.experts == Experts(8, 3, 64, 32, 2) and found.parallel.expert == 4
+
+
+def test_the_plan_says_what_is_assumed_of_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"{LAUNCHED} --num-experts 8 --expert-model-parallel-size 4 --global-batch-size 16"
+    assert cli.main(["plan", "--hardware", "a100", "--", *shlex.split(line)]) == 0
+    printed = capsys.readouterr().out
+    assert "experts 8 in a layer, 2 for each token, on 4 data-parallel ranks; taken" in printed
+    assert "mlp-selective" not in printed
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--expert-model-parallel-size 2", "means nothing without --num-experts"),
+        ("--num-experts 6 --expert-model-parallel-size 4", "--num-experts 6 is no multiple of"),
+        (
+            "--num-experts 12 --expert-model-parallel-size 3",
+            "3 does not divide the 8 data",
+        ),
+        ("--num-experts 2 --moe-router-topk 3", "--moe-router-topk 3 is more than --num-experts 2"),
+        ("--num-experts 2 --parameter-offload ssd", "does not know how experts stream"),
+    ],
+)
+def test_experts_that_do_not_fit_are_refused(flags: str, words: str) -> None:
+    _, args = launched(f"{LAUNCHED} {flags}")
+    with pytest.raises(ConfigurationError, match=words):
+        request_of(args)
+
+
 def test_what_a_launch_command_leaves_open_is_said() -> None:
     said, args = launched(f"python x.py {SIZES} --recompute-granularity full", "--num-gpus 4")
     assert said == [
@@ -265,10 +303,12 @@ def test_steps_whose_parameters_stream_are_read_of_it_too() -> None:
     ("flags", "words"),
     [
         (
-            "--num-experts 8 --expert-model-parallel-size 2",
-            r"plan cannot take into account --num-experts \(what experts keep depends on how "
-            r"tokens are routed\), --expert-model-parallel-size \(what",
+            "--multi-latent-attention --mtp-num-layers 1",
+            r"plan cannot take into account --multi-latent-attention \(it keeps other tensors than "
+            r"plan's attention\), --mtp-num-layers \(it adds",
         ),
+        ("--num-experts 8 --expert-tensor-parallel-size 4", r"\(plan divides experts as all other"),
+        ("--num-experts 8 --moe-layer-freq [0]*1+[1]*3", "every so many layers, and no pattern"),
         ("--context-parallel-size 2", r"into account --context-parallel-size \(plan divides no"),
         ("--decoder-last-pipeline-num-layers 1", r"\(stages then have different numbers of layers"),
         (

@@ -26,7 +26,7 @@ from megatron.offload.planner.projection.layer import (
     inside_mlp_bytes,
     layer_work,
 )
-from megatron.offload.planner.projection.model import Parallelism, Transformer
+from megatron.offload.planner.projection.model import Experts, Parallelism, Transformer
 from megatron.offload.planner.projection.projection import (
     Projection,
     keep_step_s,
@@ -83,6 +83,32 @@ def test_a_layer_saves_what_the_paper_says(
 ) -> None:
     found = layer_bytes(Transformer(**PAPER, **model), Parallelism(2, 2, **parallel))
     assert found == 2048 * 2 * 4096 * by_hidden + 32 * 2048 * 2048 * 2 * by_scores
+
+
+def test_experts_have_weights_and_states_of_their_own_and_every_other_layer_has_some() -> None:
+    """16 MLPs instead of one, a quarter of them here; what is kept is that of two."""
+    experts = Experts(16, 2, every=2)
+    dense, moe = Transformer(**SHAPE), Transformer(**SHAPE, experts=experts)
+    mlp = 2 * dense.hidden_size * dense.ffn_size
+    router = dense.hidden_size * 16
+    half = dense.num_layers // 2
+    assert moe.parameters - dense.parameters == half * (15 * mlp + router)
+    parallel = Parallelism(1, 8, data=8, expert=4)
+    hardware = Hardware(GpuSpec.load("a100"), DriveSpec.load("p5800x"), 4)
+    of, of_dense = (
+        Projection(model, parallel, hardware, distributed_optimizer=True) for model in (moe, dense)
+    )
+    assert of.parameters - of_dense.parameters == half * (16 / 4 * mlp - mlp + router)
+    # Of the experts two ranks have the same, of everything else eight.
+    own = (of.parameters - half * 4 * mlp) / 8 + half * 4 * mlp / 2
+    assert of.updated_parameters == pytest.approx(own)
+    layers = project(of).layers
+    kept = [sum(part.movable_bytes + part.resident_bytes for part in one.parts) for one in layers]
+    assert kept[0] == kept[2] > 1.5 * kept[1] and kept[1] == kept[3]
+    assert layers[0].forward_s > layers[1].forward_s
+    # Experts of one rank alone exchange no tokens.
+    alone = project(Projection(moe, Parallelism(1, 8, data=8), hardware)).layers[0]
+    assert alone.forward_s < layers[0].forward_s
 
 
 def test_grouped_queries_and_gated_units_save_their_own_widths() -> None:

@@ -22,6 +22,17 @@ from megatron.offload.states.config import DEFAULT_WINDOW_BYTES
 from megatron.offload.values import parse_count, parse_slowdown
 
 _MOST_LAYERS = 10_000  # with more, planning takes minutes
+
+
+def _every(text: object) -> int:
+    if not str(text).isdecimal():
+        raise ConfigurationError(
+            f"plan takes a number, every so many layers, and no pattern such as {text}; measure "
+            "this model, or leave the flag out to plan for experts in every layer"
+        )
+    return parse_count(text)
+
+
 _layers = argparse_type(lambda text: parse_count(text, _MOST_LAYERS))
 
 DESCRIPTION = """\
@@ -80,13 +91,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-_EXPERTS = "what experts keep depends on how tokens are routed"
 _OTHER_LAYERS = "its layers are of other kinds"
 _UNEVEN = "stages then have different numbers of layers"
 _NARROW = "what is kept in 8 bits or 4 depends on Transformer Engine"
 # Flags of Megatron that make another model of it, or divide it otherwise, than plan describes.
 _OTHER_MODELS = {
-    "--num-experts": _EXPERTS,
+    "--moe-expert-capacity-factor": "it drops tokens",
+    "--moe-latent-size": "it adds matrices before the experts",
     "--multi-latent-attention": "it keeps other tensors than plan's attention",
     "--mtp-num-layers": "it adds layers behind the last one",
     "--hybrid-override-pattern": _OTHER_LAYERS,
@@ -105,8 +116,6 @@ _OTHER_MODELS = {
 # The same of divisions, which mean nothing where they are 1.
 _OTHER_DIVISIONS = {
     "--context-parallel-size": "plan divides no sequence among ranks",
-    "--expert-model-parallel-size": _EXPERTS,
-    "--expert-tensor-parallel-size": _EXPERTS,
 }
 
 
@@ -136,11 +145,15 @@ def read_launch_command(args: argparse.Namespace, words: Sequence[str]) -> list[
         _add_streaming(parser)
     for flag in _OTHER_DIVISIONS:
         parser.add_argument(flag, type=count, default=1)
+    parser.add_argument("--expert-tensor-parallel-size", type=count)
     others = command.read(parser, args)
     found = {name: _OTHER_MODELS[name] for name in others if name in _OTHER_MODELS}
     for flag, why in _OTHER_DIVISIONS.items():
         if getattr(args, flag[2:].replace("-", "_")) > 1:
             found[flag] = why
+    of_experts = args.expert_tensor_parallel_size
+    if args.num_experts is not None and of_experts not in (None, args.tensor_model_parallel_size):
+        found["--expert-tensor-parallel-size"] = "plan divides experts as all other matrices"
     if found:
         reasons = ", ".join(f"{flag} ({why})" for flag, why in found.items())
         raise ConfigurationError(
@@ -199,6 +212,25 @@ def add_model(group: Any) -> None:
     for flag in ("--ffn-hidden-size", "--kv-channels", "--num-query-groups"):
         group.add_argument(flag, type=count, metavar="N")
     group.add_argument("--group-query-attention", action="store_true")
+    group.add_argument("--num-experts", type=count, metavar="N")
+    group.add_argument(
+        "--moe-router-topk",
+        type=count,
+        default=2,
+        metavar="N",
+        help="experts of a token. Default: 2",
+    )
+    group.add_argument(
+        "--moe-ffn-hidden-size", type=count, metavar="N", help="default: --ffn-hidden-size"
+    )
+    group.add_argument("--moe-shared-expert-intermediate-size", type=count, default=0, metavar="N")
+    group.add_argument(
+        "--moe-layer-freq",
+        type=argparse_type(_every),
+        default=1,
+        metavar="N",
+        help="the first layer has experts, and each after N layers. Default: 1, all have",
+    )
     group.add_argument("--vocab-size", type=count, default=51200, metavar="N")
     group.add_argument("--swiglu", action="store_true")
     group.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm")
@@ -247,6 +279,7 @@ def add_parallelism(group: Any) -> None:
     group.add_argument(
         "--microbatch-group-size-per-virtual-pipeline-stage", type=count, metavar="N"
     )
+    group.add_argument("--expert-model-parallel-size", type=count, default=1, metavar="N")
     group.add_argument("--sequence-parallel", action="store_true")
     group.add_argument("--use-distributed-optimizer", action="store_true")
     group.add_argument(

@@ -18,7 +18,7 @@ from megatron.offload.planner.projection.hardware import (
     GpuSpec,
     Hardware,
 )
-from megatron.offload.planner.projection.model import Parallelism, Transformer
+from megatron.offload.planner.projection.model import Experts, Parallelism, Transformer
 from megatron.offload.planner.projection.projection import Projection, project, states_of
 from megatron.offload.planner.projection.states import ProjectedStates
 
@@ -138,6 +138,32 @@ def projections_of(args: argparse.Namespace) -> tuple[Projection, ...]:
     )
 
 
+def _experts(args: argparse.Namespace) -> Experts | None:
+    if args.num_experts is None:
+        if args.expert_model_parallel_size > 1:
+            raise ConfigurationError(
+                "--expert-model-parallel-size means nothing without --num-experts; give both"
+            )
+        return None
+    if args.num_experts % args.expert_model_parallel_size:
+        raise ConfigurationError(
+            f"--num-experts {args.num_experts} is no multiple of --expert-model-parallel-size "
+            f"{args.expert_model_parallel_size}; change one of them"
+        )
+    if getattr(args, "parameter_offload", "off") != "off":
+        raise ConfigurationError(
+            "plan does not know how experts stream; leave out --parameter-offload to plan where "
+            "activations go, or --num-experts"
+        )
+    return Experts(
+        args.num_experts,
+        args.moe_router_topk,
+        args.moe_ffn_hidden_size,
+        args.moe_shared_expert_intermediate_size,
+        args.moe_layer_freq,
+    )
+
+
 def _model(args: argparse.Namespace) -> Transformer:
     if args.num_query_groups is not None and not args.group_query_attention:
         raise ConfigurationError(
@@ -162,6 +188,7 @@ def _model(args: argparse.Namespace) -> Transformer:
         flash_attention=args.attention_backend not in ("unfused", "local"),
         selective_recompute=args.recompute_granularity == "selective",
         eager=args.kernels == "eager",
+        experts=_experts(args),
     )
 
 
@@ -191,6 +218,7 @@ def _parallelism(args: argparse.Namespace) -> Parallelism:
         virtual=virtual,
         data=num_gpus // copy,
         sequence_parallel=args.sequence_parallel,
+        expert=args.expert_model_parallel_size,
         group_size=args.microbatch_group_size_per_virtual_pipeline_stage,
     )
 

@@ -134,9 +134,20 @@ def _described(of: Projection) -> list[str]:
     return [
         f"model   {of.model.parameters / 1e9:.3g} G parameters on {parallel.num_ranks} GPUs: "
         f"{parallel.tensor} tensor x {parallel.pipeline} pipeline x {parallel.data} data parallel",
+        *_experts(of),
         f"memory  {format_size(gpu.memory_bytes)}; weights, gradients and optimizer "
         f"{format_size(of.weights_bytes)}, {left} for activations and all else",
         f"drives  {_drives_of(of.hardware)} for each GPU, behind {gpu.host_link}",
+    ]
+
+
+def _experts(of: Projection) -> list[str]:
+    experts, parallel = of.model.experts, of.parallel
+    if experts is None:
+        return []
+    return [
+        f"experts {experts.number} in a layer, {experts.topk} for each token, on {parallel.expert} "
+        "data-parallel ranks; taken to get equally many tokens each"
     ]
 
 

@@ -11,6 +11,13 @@ Norms, activation functions and the product of a gated unit are computed again o
 each with one pass over its operands and its result. A norm that computes in fp32 saves its input in
 fp32; with replay, the narrower input in its place. Nothing else of a layer is replayed: products of
 matrices, attention, rotated queries and keys of which the originals are not saved, dropout's masks.
+
+Note [Experts]
+Tokens are taken to be shared out evenly: each rank gets as many from other ranks as it sends. Kept
+are, for each expert of a token, its input, what goes into the activation function and what comes
+out of it, which its probability has multiplied; and the router's scores of all experts. The kernels
+of a GPU fuse activation function and probability; plain torch keeps the product's operand too.
+Nothing of it is replayed, and experts run again as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -20,7 +27,7 @@ from typing import NamedTuple
 
 from megatron.offload.ops.chunked_logits import chunk_tokens_for
 from megatron.offload.ops.tiled_mlp import tile_tokens_of
-from megatron.offload.planner.projection.model import Parallelism, Transformer
+from megatron.offload.planner.projection.model import Experts, Parallelism, Transformer
 
 # Backward passes of a matrix product compute two products; of flash attention five instead of two
 # (arXiv 2205.14135, section 3.1: the scores are computed again).
@@ -114,9 +121,17 @@ class Work:
         )
 
 
-def layer_work(model: Transformer, parallel: Parallelism) -> tuple[Work, Work]:
-    """Attention and MLP, each with the norm before it and the residual sum after it."""
+def layer_work(
+    model: Transformer, parallel: Parallelism, *, experts: Experts | None = None
+) -> tuple[Work, Work]:
+    """Attention and MLP, each with the norm before it and the residual sum after it.
+
+    Args:
+        experts: of the layer, in the place of its MLP.
+    """
     sizes = _Sizes(model, parallel)
+    if experts is not None:
+        return _attention(model, sizes), _experts(model, experts, sizes)
     return _attention(model, sizes), _mlp(model, sizes)
 
 
@@ -152,6 +167,11 @@ def logits_bytes(model: Transformer, parallel: Parallelism) -> int:
 def inside_mlp_bytes(model: Transformer, parallel: Parallelism) -> int:
     """What the backward pass of an MLP works in: gradients, and of a tile what it makes again."""
     whole = replace(model, tiled_mlp=False)
+    if model.experts is not None:
+        of_experts = _experts(model, model.experts, _Sizes(model, parallel)).made
+        return sum(
+            one.num_bytes for one in of_experts if one.name in ("activation input", INSIDE_MLP[-1])
+        )
     sizes = {one.name: one.num_bytes for one in _mlp(whole, _Sizes(model, parallel)).made}
     halves = sizes["activation input"] + model.eager * sizes.get("linear half", 0)
     gradients = halves + sizes["activation output"]
@@ -175,12 +195,12 @@ class _Sizes:
     """Bytes of tensors that occur several times."""
 
     def __init__(self, model: Transformer, parallel: Parallelism) -> None:
-        self.tensor = parallel.tensor
+        self.tensor, self.expert = parallel.tensor, parallel.expert
+        self.divisor = parallel.tensor if parallel.sequence_parallel else 1
         self.element = model.element_bytes
         self.tokens = model.seq_length * parallel.micro_batch_size
         # Hidden states: whole on each rank, or divided along the sequence.
-        divisor = parallel.tensor if parallel.sequence_parallel else 1
-        states = self.tokens * model.hidden_size // divisor
+        states = self.tokens * model.hidden_size // self.divisor
         self.whole = states * self.element
         mask = 1 if model.fused_kernels else self.element
         self.mask = states * mask if model.hidden_dropout else 0
@@ -313,4 +333,41 @@ def _mlp(model: Transformer, sizes: _Sizes) -> Work:
         selective=("activated half", "activation output") if model.eager else INSIDE_MLP[1:],
         selective_memory_bytes=(halves + 1) * inside,
         runs_again=model.tiled_mlp,
+    )
+
+
+def _experts(model: Transformer, experts: Experts, sizes: _Sizes) -> Work:
+    """The router and a rank's share of the experts; see Note [Experts]."""
+    halves = 2 if model.gated else 1
+    routed = experts.topk * sizes.tokens  # of all tensor-parallel ranks, which hold them all
+    sent = routed * model.hidden_size * sizes.element
+    inside = sizes.divided(experts.topk * model.expert_size)
+    shared = sizes.divided(experts.shared_size)
+    scores = 4 * experts.number * sizes.tokens // sizes.divisor
+    saved = [
+        *_norm(model, sizes),
+        Saved("router scores", scores),
+        Saved("tokens of experts", sent),
+        Saved("activation input", halves * inside),
+    ]
+    if not model.fused_kernels:
+        of_gates = ("activated half", "linear half") if model.gated else ()
+        saved += [Saved(name, inside) for name in (*of_gates, "unweighted output")]
+    saved.append(Saved("activation output", inside))
+    if shared:
+        saved += [Saved("shared input", halves * shared), Saved("shared output", shared)]
+    products = experts.topk * model.expert_size + experts.shared_size
+    router = 2.0 * sizes.tokens * model.hidden_size * experts.number / sizes.divisor
+    exchanged = 2 * sent / sizes.divisor * (sizes.expert - 1) / sizes.expert
+    return Work(
+        "mlp",
+        (*saved, *_dropout(sizes)),
+        matmul_flops=2.0 * sizes.tokens * model.hidden_size * (1 + halves) * products / sizes.tensor
+        + router,
+        # Tokens are put in the order of experts and back, each read and written.
+        memory_bytes=3 * sizes.whole
+        + _norm_bytes(model, sizes)
+        + 4 * sent / sizes.divisor
+        + (halves + 1) * (inside + shared),
+        sent_bytes=experts.topk * sizes.collective + exchanged,
     )

@@ -15,6 +15,32 @@ ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)
+class Experts:
+    """MLPs of which each token goes through some, as Megatron's flags `--num-experts` and so on.
+
+    Attributes:
+        number: of experts in a layer.
+        topk: that a token goes through.
+        ffn_hidden_size: width inside each; None: that of the model's MLP.
+        shared_size: width inside an MLP beside them that all tokens go through; 0: there is none.
+        every: the first layer has experts, and each after so many layers.
+    """
+
+    number: int
+    topk: int = 2
+    ffn_hidden_size: int | None = None
+    shared_size: int = 0
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        if self.topk > self.number:
+            raise ConfigurationError(
+                f"--moe-router-topk {self.topk} is more than --num-experts {self.number}; change "
+                "one of them"
+            )
+
+
+@dataclass(frozen=True)
 class Transformer:
     """A decoder as GPT has it; BERT's encoder differs in `causal` alone.
 
@@ -33,6 +59,7 @@ class Transformer:
             norms compute in fp32, and queries, keys and values have matrices of their own.
         chunked_loss: the head keeps no logits, and makes them again in backward, chunk by chunk.
         tiled_mlp: MLPs keep their input alone, and run again in backward, tile by tile.
+        experts: in the place of MLPs of some layers; None: there are none.
     """
 
     num_layers: int
@@ -57,6 +84,7 @@ class Transformer:
     eager: bool = False
     chunked_loss: bool = False
     tiled_mlp: bool = False
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in ELEMENT_BYTES:
@@ -98,17 +126,48 @@ class Transformer:
         # As Megatron: as many weights as without a gate, rounded down.
         return 8 * self.hidden_size // 3 // 64 * 64 if self.gated else 4 * self.hidden_size
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer of the whole model has some; layers count from 1."""
+        return self.experts is not None and (layer - 1) % self.experts.every == 0
+
+    @property
+    def expert_size(self) -> int:
+        """Width inside one expert."""
+        return (self.experts and self.experts.ffn_hidden_size) or self.ffn_size
+
     @property
     def layer_parameters(self) -> int:
-        """Number of weights in one layer's matrices."""
-        attention = self.hidden_size * (2 * self.query_size + 2 * self.key_size)
-        return attention + (3 if self.gated else 2) * self.hidden_size * self.ffn_size
+        """Number of weights in one layer's matrices, of a layer without experts."""
+        return self._attention_parameters + self._mlp_parameters(self.ffn_size)
+
+    def parameters_outside_experts(self, layer: int) -> int:
+        """The same of a layer, which counts from 1, without those of its experts."""
+        if self.experts is None or not self.has_experts(layer):
+            return self.layer_parameters
+        router = self.hidden_size * self.experts.number
+        return self._attention_parameters + router + self._mlp_parameters(self.experts.shared_size)
+
+    def expert_parameters(self, layer: int) -> int:
+        """Weights of all experts of a layer, which counts from 1."""
+        if self.experts is None or not self.has_experts(layer):
+            return 0
+        return self.experts.number * self._mlp_parameters(self.expert_size)
 
     @property
     def parameters(self) -> int:
         """Weights of the whole model's matrices."""
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
-        return self.num_layers * self.layer_parameters + embeddings
+        layers = range(1, self.num_layers + 1)
+        return embeddings + sum(
+            self.parameters_outside_experts(one) + self.expert_parameters(one) for one in layers
+        )
+
+    @property
+    def _attention_parameters(self) -> int:
+        return self.hidden_size * (2 * self.query_size + 2 * self.key_size)
+
+    def _mlp_parameters(self, width: int) -> int:
+        return (3 if self.gated else 2) * self.hidden_size * width
 
 
 @dataclass(frozen=True)
@@ -122,6 +181,7 @@ class Parallelism:
         micro_batch_size: samples of one pass.
         global_batch_size: samples of one step of all ranks.
         group_size: micro-batches that a chunk runs in a row; None: as many as stages.
+        expert: of the data-parallel ranks, those that have a part of the experts each.
     """
 
     micro_batch_size: int = 1
@@ -132,6 +192,7 @@ class Parallelism:
     data: int = 1
     sequence_parallel: bool = False
     group_size: int | None = None
+    expert: int = 1
 
     def __post_init__(self) -> None:
         together = self.micro_batch_size * self.data
@@ -140,6 +201,11 @@ class Parallelism:
                 f"--global-batch-size {self.global_batch_size} is no multiple of "
                 f"--micro-batch-size {self.micro_batch_size} times {self.data} data-parallel "
                 "ranks; change one of them"
+            )
+        if self.data % self.expert:
+            raise ConfigurationError(
+                f"--expert-model-parallel-size {self.expert} does not divide the {self.data} "
+                "data-parallel ranks; change it or --num-gpus"
             )
         if self.virtual > 1 and (self.pipeline < 2 or self.num_micro_batches % self.pipeline):
             raise ConfigurationError(

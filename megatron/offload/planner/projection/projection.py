@@ -28,7 +28,7 @@ from megatron.offload.planner.projection.layer import (
     layer_work,
     logits_bytes,
 )
-from megatron.offload.planner.projection.model import Parallelism, Transformer
+from megatron.offload.planner.projection.model import Experts, Parallelism, Transformer
 from megatron.offload.planner.projection.states import ProjectedStates
 from megatron.offload.states.config import DEFAULT_WINDOW_BYTES
 
@@ -76,8 +76,36 @@ class Projection:
     @property
     def parameters(self) -> float:
         """Number of parameters that this rank holds."""
+        return self._parameters_outside_experts + self._expert_parameters
+
+    @property
+    def updated_parameters(self) -> float:
+        """Of them, those whose optimizer states this rank has."""
+        shares, of_experts = 1, 1
+        if self.distributed_optimizer:
+            shares, of_experts = self.parallel.data, self.parallel.data // self.parallel.expert
+        return self._parameters_outside_experts / shares + self._expert_parameters / of_experts
+
+    @property
+    def _layers(self) -> list[int]:
+        """The numbers of this stage's layers in the whole model, from 1."""
+        chunks = range(self.parallel.virtual)
+        found = [self.parallel.layers_of_chunk(self.model, self.stage, one) for one in chunks]
+        return [number for layers in found for number in layers]
+
+    @property
+    def _expert_parameters(self) -> float:
+        if self.model.experts is None:
+            return 0.0
+        number = sum(map(self.model.expert_parameters, self._layers))
+        return number / self.parallel.expert / self.parallel.tensor
+
+    @property
+    def _parameters_outside_experts(self) -> float:
         model, last = self.model, self.parallel.pipeline - 1
         number = model.num_layers / self.parallel.pipeline * model.layer_parameters
+        if model.experts is not None:
+            number = sum(map(model.parameters_outside_experts, self._layers))
         tables = (self.stage == 0) + (self.stage == last)
         if last == 0 and model.tied_embeddings:
             tables = 1
@@ -93,8 +121,7 @@ class Projection:
     def state_bytes(self) -> float:
         """Bytes of this rank's optimizer states and main weights, wherever they are."""
         main = _MAIN_WEIGHT_BYTES if self.model.dtype != "fp32" else 0
-        shares = self.parallel.data if self.distributed_optimizer else 1
-        return self.parameters * (_MOMENT_BYTES + main) / shares
+        return self.updated_parameters * (_MOMENT_BYTES + main)
 
     @property
     def tokens(self) -> int:
@@ -167,11 +194,14 @@ class Projection:
 def project(of: Projection) -> StageProfile:
     """The profile that the first steps of such a run should measure."""
     model, parallel = of.model, of.parallel
-    layer = _layer(of)
-    layers = []
+    layers: list[LayerProfile] = []
+    dense = with_experts = _layer(of, None)
+    if model.experts is not None:
+        with_experts = _layer(of, model.experts)
     for chunk in range(parallel.virtual):
         for place, number in enumerate(parallel.layers_of_chunk(model, of.stage, chunk)):
             is_sent = place == 0 and (of.stage, chunk) != (0, 0)
+            layer = with_experts if model.has_experts(number) else dense
             layers.append(_named(_held(layer) if is_sent else layer, chunk, number))
     head, embedding = head_work(model, parallel), embedding_work(model, parallel)
     chunks = range(parallel.virtual)
@@ -194,7 +224,8 @@ def project(of: Projection) -> StageProfile:
             for is_first, is_last in zip(first, last, strict=True)
         ),
         transient_bytes=_transient_bytes(of, any(last)),
-        inflight_bytes=of.inflight_bytes or max(DEFAULT_INFLIGHT_BYTES, 2 * layer.movable_bytes),
+        inflight_bytes=of.inflight_bytes
+        or max(DEFAULT_INFLIGHT_BYTES, 2 * max(one.movable_bytes for one in layers)),
         sizes={
             "micro_batch_size": parallel.micro_batch_size,
             "seq_length": model.seq_length,
@@ -244,8 +275,8 @@ def saved_bytes(profile: StageProfile) -> int:
     return profile.num_micro_batches * sum(layer.movable_bytes for layer in profile.layers)
 
 
-def _layer(of: Projection) -> LayerProfile:
-    attention, mlp = works = layer_work(of.model, of.parallel)
+def _layer(of: Projection, experts: Experts | None) -> LayerProfile:
+    attention, mlp = works = layer_work(of.model, of.parallel, experts=experts)
     forward = {work.name: of.forward_s(work) for work in works}
     total = sum(forward.values())
     input_bytes = layer_input_bytes(of.model, of.parallel)  # the MLP's is as large
@@ -313,9 +344,8 @@ def _held(layer: LayerProfile) -> LayerProfile:
 
 def _optimizer_s(of: Projection) -> float:
     """Adam's update, which does nothing but read and write."""
-    shares = of.parallel.data if of.distributed_optimizer else 1
     gpu = of.hardware.gpu
-    traffic = of.parameters * _OPTIMIZER_TRAFFIC_BYTES / shares
+    traffic = of.updated_parameters * _OPTIMIZER_TRAFFIC_BYTES
     return traffic / (gpu.memory_bytes_per_s * gpu.assumed.memory)
 
 
