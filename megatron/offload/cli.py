@@ -6,12 +6,8 @@ megatron-offload plan (--profile FILE | --hardware GPU --num-layers N ...) [--ou
 megatron-offload plan --hardware GPU -- torchrun ... SCRIPT FLAGS
 megatron-offload rok [--micro-batch-sizes N,...] [--budgets N] [--check] [-- torchrun ... FLAGS]
 megatron-offload longest --device-memory-budget SIZE [--check] --script FILE --script-args TEXT
-<<<<<<< HEAD
 megatron-offload estimate MODEL [--hardware GPU] [--batch N] [--sequence N] [--lora RANK]
-megatron-offload tune [--tokens-per-step MIN-MAX] [--check] -- SCRIPT FLAGS
-=======
 megatron-offload tune [--tokens-per-step MIN-MAX] [--check] -- torchrun ... SCRIPT FLAGS
->>>>>>> launch
 megatron-offload bench [--directory DIR] [--quick] [--json FILE] [--plot FILE]
 megatron-offload report (runs/NAME/metrics.jsonl ... | --script train.py | -- torchrun ... FLAGS)
 megatron-offload report --memory FILE [--picture PNG]

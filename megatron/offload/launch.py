@@ -17,6 +17,7 @@ import os
 import runpy
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -112,10 +113,29 @@ def run(path: Path, flags: Sequence[str]) -> None:
     except ConfigurationError:  # raised on all ranks
         cpu_training_script.end_groups()
         raise
+    except AssertionError as error:
+        refused = _refused_flags(error)
+        if refused is None:
+            raise
+        raise ConfigurationError(refused) from error
     else:
         _finish(script)
     finally:
         script.close()
+
+
+def _refused_flags(error: AssertionError) -> str | None:
+    """What Megatron-LM does not like about its flags, which it asserts; None: it is no such error.
+
+    All ranks read the flags before they meet.
+    """
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    if Path(place.filename).parts[-3:] != ("megatron", "training", "arguments.py"):
+        return None
+    return (
+        f"Megatron-LM refuses the flags: {str(error) or place.line}; it says so in line "
+        f"{place.lineno} of {place.filename}"
+    )
 
 
 def _finish(script: TrainingScript) -> None:

@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.megatron.test_unmodified_megatron_lm import MODEL
 from tests.support.megatron_lm_checkout import CHECKOUT, environment, needs_a_checkout, offload
 
@@ -44,6 +46,7 @@ def test_report_runs_the_launch_command_twice(tmp_path: Path) -> None:
     assert " 0 B " in off and " MiB " in moved  # written
 
 
+@pytest.mark.slow
 def test_rok_measures_it_in_a_pipeline(tmp_path: Path) -> None:
     own = ["--strategies", "off,recompute,ssd", "--steps", "2", "--output", str(tmp_path / "rok")]
     printed = command("rok", tmp_path, *own)
@@ -54,6 +57,7 @@ def test_rok_measures_it_in_a_pipeline(tmp_path: Path) -> None:
     assert os.path.getsize(tmp_path / "rok" / "rok.png") > 10_000
 
 
+@pytest.mark.slow
 def test_tune_chooses_for_a_pipeline(tmp_path: Path) -> None:
     own = ["--steps", "2", "--seconds", "0", "--micro-batch-sizes", "1,2"]
     printed = command("tune", tmp_path, *own, "--largest-micro-batch-size", "2")

@@ -194,6 +194,38 @@ def test_the_script_runs_as_main_with_its_flags_and_its_directory(
 
 
 @pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("assert args is not None", "assert args is not None; it says so in line 2 of "),
+        (
+            "assert args is not None, 'num_layers argument is None'",
+            "num_layers argument is None; it",
+        ),
+    ],
+)
+def test_flags_that_megatron_lm_asserts_are_refused_in_a_sentence(
+    capsys: pytest.CaptureFixture[str],
+    megatron_lm: FakeMegatronLm,
+    tmp_path: Path,
+    line: str,
+    reason: str,
+) -> None:
+    folder = tmp_path / "megatron" / "training"
+    folder.mkdir(parents=True)
+    checks = write(folder / "arguments.py", f"args = None\n{line}\n")
+    script = write(tmp_path / "train.py", f"import runpy\nrunpy.run_path({checks!r})\n")
+    said = sentence(capsys, script)
+    assert said.startswith(f"Megatron-LM refuses the flags: {reason}") and said.endswith(checks)
+
+
+def test_what_a_script_asserts_itself_is_its_own_error(
+    megatron_lm: FakeMegatronLm, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match="wrong data"):
+        launch.main([write(tmp_path / "train.py", "assert False, 'wrong data'\n")])
+
+
+@pytest.mark.parametrize(
     ("ending", "error", "calls"),
     [
         ("raise RuntimeError('x')", RuntimeError, ["close"]),

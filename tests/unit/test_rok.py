@@ -17,7 +17,7 @@ from megatron.offload.activations.placement.plan_file import load_plans
 from megatron.offload.commands.rok import command
 from megatron.offload.commands.rok.measurements import measured_points
 from megatron.offload.commands.rok.result import Result
-from megatron.offload.commands.rok.runner import num_moved
+from megatron.offload.commands.rok.runner import _reason, num_moved
 from megatron.offload.commands.rok.strategy import (
     DEFAULT_STRATEGIES,
     Strategy,
@@ -26,7 +26,7 @@ from megatron.offload.commands.rok.strategy import (
 )
 from megatron.offload.commands.rok.text import verdict_table
 from megatron.offload.commands.rok.verdict import Verdict, verdicts_of
-from megatron.offload.commands.training_runs.run import Run
+from megatron.offload.commands.training_runs.run import Run, RunError
 from megatron.offload.commands.training_runs.trainer import read_metrics
 from megatron.offload.machine.memory_limit import MemoryLimit
 from megatron.offload.planner.profile.stage_profile import StageProfile
@@ -297,6 +297,13 @@ def test_a_training_command_of_a_user_is_measured(
     log = next((tmp_path / "out").glob("trainings/*-ssd@*/output.log")).read_text().splitlines()[0]
     assert "--lr 1 --activation-offload-min-bytes 1KiB --eval-iters 0 --log-interval 1" in log
     assert f"--activation-offload-dir {tmp_path}/ssd" in log and "selective" not in log
+
+
+def test_of_a_training_that_failed_its_own_sentence_is_shown() -> None:
+    report = "x ended with exit code 1 after 0 steps; the end of log:\n  rank : 0\n"
+    sentence = "megatron.offload.launch: error: no plan fits into 4 MiB"
+    assert _reason(RunError(f"{report}  traceback : {sentence}\n=====")) == sentence
+    assert _reason(RunError(f"{report}killed")) == "killed"
 
 
 @pytest.mark.parametrize(

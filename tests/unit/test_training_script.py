@@ -646,6 +646,30 @@ def test_a_metrics_file_without_a_place_is_refused_before_a_model_is_built(
     assert megatron_lm.events == []
 
 
+@pytest.mark.usefixtures("one_rank", "installed")
+def test_a_metrics_file_that_cannot_be_opened_is_a_sentence_of_all_ranks(
+    megatron_lm: FakeMegatronLm,
+    script: TrainingScript,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    def open_it(self: MetricsFile, path: Path, first_step: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(MetricsFile, "__init__", open_it)
+    parse(megatron_lm, "--metrics-file", str(tmp_path / "metrics.jsonl"))
+    with pytest.raises(ConfigurationError, match=r"has no place: .* No space left on device; give"):
+        set_up(megatron_lm)
+
+
+def test_a_model_without_a_sequence_is_measured_all_the_same(
+    megatron_lm: FakeMegatronLm, metrics: Path
+) -> None:
+    megatron_lm.flags.seq_length = None
+    megatron_lm.train(1, lm=1.0)
+    assert lines_of(metrics)[0]["tokens_per_s"] == 0.0
+
+
 def test_a_disk_that_is_full_ends_the_file_and_not_the_training(
     megatron_lm: FakeMegatronLm, metrics: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

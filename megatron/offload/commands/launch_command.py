@@ -22,7 +22,8 @@ from megatron.offload.integration.megatron.arguments import add_offload_argument
 
 # What our flags begin with, and none of Megatron's: another one is a mistake in writing.
 _OURS = re.compile(
-    r"--(offload-s|activation-(off|rec|mem|rep|cod|chu|til|bou)|optimizer-s|parameter-o|gradient-off|layer-m)"
+    r"--(activation-(off|rec|mem|rep|cod|chu|til|bou)|optimizer-s|parameter-o|gradient-off|layer-m"
+    r"|offload-s)"
 )
 
 

@@ -273,13 +273,20 @@ class CurveRunner:
         except RunError as error:
             if strategy.placement not in ("auto", "suffix"):
                 raise
-            self.failures.setdefault(strategy, str(error).splitlines()[-1])
+            self.failures.setdefault(strategy, _reason(error))
             if strategy in self._waiting:
                 self._waiting.pop(strategy).end()
 
 
 def _title(strategy: Variant, round_: int) -> str:
     return f"{strategy.name} in round {round_ + 1}"
+
+
+def _reason(error: RunError) -> str:
+    """The line that says why: the trainer's own, or the last one. torchrun's report ends later."""
+    lines = str(error).splitlines()
+    own = [line for line in lines[1:] if ": error: " in line]
+    return (own or lines)[-1].strip().removeprefix("traceback : ")
 
 
 def num_moved(plan: Plan) -> int:

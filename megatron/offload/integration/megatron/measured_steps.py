@@ -58,9 +58,7 @@ def check_measuring(flags: argparse.Namespace) -> None:
         try:
             check_place(Path(path))
         except OSError as error:
-            raise ConfigurationError(
-                f"--metrics-file has no place: {error}; give another path"
-            ) from None
+            raise _no_place(error) from None
 
 
 class MeasuredSteps:
@@ -70,6 +68,9 @@ class MeasuredSteps:
         device: of the model.
         path: of the file; None: none is written.
         first_step: after which the run begins.
+
+    Raises:
+        ConfigurationError: the file cannot be opened.
     """
 
     def __init__(self, device: torch.device, path: str | None, first_step: int = 0) -> None:
@@ -79,7 +80,10 @@ class MeasuredSteps:
         self._writes = path is not None
         self._file: MetricsFile | None = None
         if path is not None and torch.distributed.get_rank() == 0:
-            self._file = MetricsFile(Path(path), first_step)
+            try:
+                self._file = MetricsFile(Path(path), first_step)
+            except OSError as error:
+                raise _no_place(error) from None
         self._activation_bytes = self._device_bytes = 0
         self._step_s = 0.0
         self._samples = 0
@@ -176,6 +180,10 @@ class MeasuredSteps:
         if last:
             torch.distributed.broadcast_object_list(found, src=last, device=self._device)
         return dict(found[0])
+
+
+def _no_place(error: OSError) -> ConfigurationError:
+    return ConfigurationError(f"--metrics-file has no place: {error}; give another path")
 
 
 def wait_for_turn(flags: argparse.Namespace) -> None:

@@ -150,7 +150,6 @@ class TrainingScript:
             cpu_training_script.keep_sent_tensors(result[0])
         if not flags.skip_train:
             _on_all_ranks(lambda: self._install(request, result[0], result[1]))
-            self._measure(flags)
         return result
 
     def _train_step(self, original: Function, *args: Any, **kwargs: Any) -> Any:
@@ -175,14 +174,14 @@ class TrainingScript:
         write_scalars(metrics, logged["iteration"])
         if self._measured is not None:
             flags = GET_FLAGS.find()()
+            # Of T5 those of the decoder beside the encoder's; of images none.
+            lengths = (getattr(flags, name, None) for name in ("seq_length", "decoder_seq_length"))
             self._measured.write(
                 logged,
                 metrics,
                 self._installed(),
                 replicas=flags.data_parallel_size,
-                # T5: those of the decoder beside them.
-                tokens_per_sample=flags.seq_length
-                + (getattr(flags, "decoder_seq_length", None) or 0),
+                tokens_per_sample=sum(length or 0 for length in lengths),
             )
         return result
 
@@ -223,6 +222,7 @@ class TrainingScript:
         )
         if request.checkpoints is not None:
             self._offload.states.note_checkpoint(f"the last checkpoint in {request.checkpoints}")
+        self._measure(GET_FLAGS.find()())
 
     def _measure(self, flags: argparse.Namespace) -> None:
         """On a CPU, and for a file. Without one Megatron-LM logs a GPU's memory itself."""
