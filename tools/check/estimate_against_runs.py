@@ -5,8 +5,8 @@
     tools/check/estimate_against_runs.py --json estimate.json            # about 5 minutes
     tools/check/estimate_against_runs.py --models gpt2 --ways plain,activations
 
-Models of transformers with their default settings, each way a process of its own. The peak is that of
-the resident set over a steady step, without what the process had before it made the model; its
+Models of transformers with their default settings, each way a process of its own. The peak is that
+of the resident set over a steady step, without what a process has that has trained one layer; its
 allocator gives back at once what is freed. Optimizer states have a window of --window.
 
 Exit code: 0 if each estimate is within --tolerance of what ran; 1 if one is not; 2 if a training

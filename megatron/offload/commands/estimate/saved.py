@@ -144,7 +144,9 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         """A record of bytes that leave memory; None: they stay."""
         if recipe is None and self._treatment != MOVE:
             return None
-        record = SavedStorage(storage, self.scope, tensor._version, span, tensor.dtype is torch.bool)
+        record = SavedStorage(
+            storage, self.scope, tensor._version, span, tensor.dtype is torch.bool
+        )
         self._records[storage._cdata, span] = weakref.ref(record)
         if recipe is not None:
             record.replay_by(recipe)
