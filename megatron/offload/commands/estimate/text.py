@@ -15,7 +15,7 @@ from megatron.offload.commands.estimate.live_bytes import Kind
 from megatron.offload.commands.estimate.saved import MOVE, REPLAY
 from megatron.offload.commands.estimate.step import PLAIN, Pass, StepBytes
 from megatron.offload.commands.estimate.ways import WAYS, Need, Training
-from megatron.offload.sizes import format_size
+from megatron.offload.sizes import KIB, format_size
 from megatron.offload.version import __version__
 
 SCHEMA = "megatron-offload estimate"
@@ -92,7 +92,7 @@ def _by_kind(found: Estimate) -> str:
     if replayed is not None and plain.kept:
         moved = found.steps[Pass(MOVE)].moved
         text += (
-            f" Of {format_size(plain.kept)} that autograd saves, replay computes "
+            f"\nOf {format_size(plain.kept)} that autograd saves, replay computes "
             f"{format_size(replayed.replayed)} again; {format_size(moved)} can move."
         )
     return text
@@ -183,7 +183,7 @@ def _table(rows: list[list[str]], heads: list[str]) -> str:
 
 
 def _size(num_bytes: float) -> str:
-    return format_size(num_bytes) if num_bytes >= 1 else "-"
+    return format_size(num_bytes) if num_bytes >= KIB else "-"
 
 
 def as_json(found: Estimate) -> str:

@@ -190,7 +190,7 @@ def _kinds(
         kinds[Kind.SAVED] += min(_LAYERS_ON_THEIR_WAY / step.layers, 1.0) * step.moved
     if way.gradients_move:
         kinds[Kind.GRADIENTS] = min(kinds[Kind.GRADIENTS], _gradients_that_stay(step))
-    if training.gpus > 1:
+    if training.gpus > 1 and kinds[Kind.GRADIENTS]:
         whole = step.trained_of_layer  # of the layer that computes, before it is divided
         kinds[Kind.GRADIENTS] = kinds[Kind.GRADIENTS] / training.gpus + whole
     kinds[Kind.STATES] = _states_between_steps(way, training, states)
