@@ -262,7 +262,7 @@ def test_what_moves_is_on_its_tier() -> None:
     need = need_of(WAYS["parameters"], step_by_hand(40.0), training)
     assert need.phase == OPTIMIZER_STEP  # two layers, all gradients and three buckets
     assert need.device == 200 + LIVE_UNITS * 200 + 1000 + 3 * 100
-    assert need.ssd == 40 + 2000 + 800
+    assert need.ssd == 40 + (2000 - 500) + 800
     assert need.written == 40 + (2000 - 500) + 800 and need.host == 500 + 40
     assert need.read == need.written + 2 * 800
     on_host = need_of(WAYS["parameters"], step_by_hand(40.0), Training(tier="host"))

@@ -158,15 +158,15 @@ def need_of(way: Way, step: StepBytes, training: Training) -> Need:
     shares = training.gpus
     states = _STATES[training.optimizer] * step.trained / shares
     moved_states = states if way.states_move else 0.0
-    window = min(moved_states, training.window_bytes)
+    is_ssd = training.tier == "ssd"
+    window = min(moved_states, training.window_bytes) if is_ssd else 0.0
     of_layers = step.of_layers / shares if way.parameters_move else 0.0
     phases = {name: _kinds(peak, way, step, training, states) for name, peak in step.peaks.items()}
     phases[OPTIMIZER_STEP] = _optimizer_step(way, step, training, states)
     phase = max(phases, key=lambda one: sum(phases[one].values()))
     trained_of_layers = step.trained_of_layers / shares if way.parameters_move else 0.0
     gradients = trained_of_layers if way.gradients_move else 0.0
-    away = step.moved + moved_states + of_layers + gradients
-    is_ssd = training.tier == "ssd"
+    away = step.moved + moved_states - window + of_layers + gradients
     staged = 0.0
     if is_ssd and not training.on_cpu:
         staged = window + (min(_POOL_BYTES, step.moved) if step.moved else 0)
