@@ -118,14 +118,17 @@ def _held_bytes(model: Any, optimizer: Any, handle: Any) -> int:
 
     from megatron.offload.integration.memory_by_tier import state_bytes
 
+    window = None if handle.parameters is None else handle.parameters.window
     with torch._C.DisableTorchFunctionSubclass():  # else parameters that are away are read
         storages = {
             one.untyped_storage()._cdata: one.untyped_storage().nbytes()
             for one in (*model.parameters(), *model.buffers())
+            if window is None or window.number_of(one) is None
         }
+    held_bytes = sum(storages.values()) + (0 if window is None else window.memory_bytes)
     if handle.optimizer_states is None:
-        return sum(storages.values()) + state_bytes([optimizer])
-    return sum(storages.values()) + int(handle.optimizer_states.states.staying_bytes)
+        return held_bytes + state_bytes([optimizer])
+    return held_bytes + int(handle.optimizer_states.states.staying_bytes)
 
 
 def measured(args: argparse.Namespace, argv: list[str], model: str, way: str) -> dict[str, Any]:
