@@ -7,7 +7,7 @@ import contextlib
 
 import torch
 
-from megatron.offload.machine.autocast import autocast_depth
+from megatron.offload.machine.autocast import autocast_depth, autocast_dtype, without_autocast
 from tests.support.interrupts import Interrupt, moments_of
 
 
@@ -19,6 +19,16 @@ def test_contexts_are_counted() -> None:
             found.append(autocast_depth())
         found.append(autocast_depth())
     assert [*found, autocast_depth()] == [0, 1, 2, 1, 0]
+
+
+def test_what_it_casts_to_is_known_also_where_there_is_none() -> None:
+    assert autocast_dtype("cpu") is None and autocast_dtype("meta") is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert autocast_dtype("cpu") is torch.bfloat16 and autocast_dtype("meta") is None
+        with without_autocast("cpu"):
+            assert autocast_dtype("cpu") is None
+        with without_autocast("meta"):  # no device of ours
+            assert autocast_dtype("cpu") is torch.bfloat16
 
 
 def test_an_operation_is_within_autocast_too() -> None:

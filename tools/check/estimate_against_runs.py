@@ -5,8 +5,8 @@
     tools/check/estimate_against_runs.py --json estimate.json            # about 5 minutes
     tools/check/estimate_against_runs.py --models gpt2 --ways plain,activations
 
-Models of transformers with their default settings, each way a process of its own. The peak is that of
-the resident set over a steady step, without what the process had before it made the model; its
+Models of transformers with their default settings, each way a process of its own. The peak is what
+tensors have in memory before a steady step, plus the growth of the resident set within it; the
 allocator gives back at once what is freed. Optimizer states have a window of --window.
 
 Exit code: 0 if each estimate is within --tolerance of what ran; 1 if one is not; 2 if a training
@@ -69,25 +69,6 @@ def config_of(name: str, args: argparse.Namespace) -> Any:
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """Some steps in one way; the peak of the steady ones. Runs in a process of its own."""
     import torch
-
-    from megatron.offload.device.open import open_device
-
-    small = {"layers": 1}
-    _peaks(argparse.Namespace(**vars(args) | small), 2)  # libraries load code, and keep buffers
-    device = open_device(torch.device("cpu"))
-    device.return_freed_memory()
-    base_bytes = device.allocated_bytes()
-    steady = _peaks(args, args.steps)[_SETTLED:]
-    return {
-        "peak_bytes": max(one for _, one in steady) - base_bytes,
-        "passes_bytes": max(one for one, _ in steady) - base_bytes,
-        "base_bytes": base_bytes,
-    }
-
-
-def _peaks(args: argparse.Namespace, num_steps: int) -> list[tuple[int, int]]:
-    """Of each step, the most memory until backward has ended, and until the step has."""
-    import torch
     import transformers
 
     from megatron.offload import offload
@@ -116,16 +97,38 @@ def _peaks(args: argparse.Namespace, num_steps: int) -> list[tuple[int, int]]:
     tokens = torch.randint(0, args.vocabulary, (args.batch, args.sequence))
     device = open_device(torch.device("cpu"))
     peak, peaks = device.peak_reader(), []
-    for _ in range(num_steps):
+    for _ in range(args.steps):
         device.return_freed_memory()
+        held_bytes = _held_bytes(model, optimizer, handle)
+        base_bytes = device.allocated_bytes() - held_bytes
         peak.reset()
         model(input_ids=tokens, labels=tokens).loss.backward()
-        in_passes = peak.peak_bytes()
+        in_passes = peak.peak_bytes() - base_bytes
         optimizer.step()
         optimizer.zero_grad()
-        peaks.append((in_passes, peak.peak_bytes()))
+        peaks.append((peak.peak_bytes() - base_bytes, in_passes, held_bytes))
     handle.close()
-    return peaks
+    found = max(peaks[_SETTLED:])
+    return dict(zip(("peak_bytes", "passes_bytes", "held_bytes"), found, strict=True))
+
+
+def _held_bytes(model: Any, optimizer: Any, handle: Any) -> int:
+    """What parameters, buffers and optimizer states have in memory between two steps."""
+    import torch
+
+    from megatron.offload.integration.memory_by_tier import state_bytes
+
+    window = None if handle.parameters is None else handle.parameters.window
+    with torch._C.DisableTorchFunctionSubclass():  # else parameters that are away are read
+        storages = {
+            one.untyped_storage()._cdata: one.untyped_storage().nbytes()
+            for one in (*model.parameters(), *model.buffers())
+            if window is None or window.number_of(one) is None
+        }
+    held_bytes = sum(storages.values()) + (0 if window is None else window.memory_bytes)
+    if handle.optimizer_states is None:
+        return held_bytes + state_bytes([optimizer])
+    return held_bytes + int(handle.optimizer_states.states.staying_bytes)
 
 
 def measured(args: argparse.Namespace, argv: list[str], model: str, way: str) -> dict[str, Any]:

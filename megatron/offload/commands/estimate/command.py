@@ -7,7 +7,9 @@ The CLI calls it. Nothing is trained.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import warnings
+from collections.abc import Iterator
 
 from megatron.offload.activations.placement.atomic_file import write_atomically
 from megatron.offload.commands.estimate.hardware import Memory
@@ -31,8 +33,7 @@ def run(args: argparse.Namespace) -> int:
         OSError: a file cannot be written.
     """
     memory = None if args.hardware is None else Memory.of(args.hardware)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # transformers' about names that it renames
+    with _quiet():
         found = estimate(args, memory)
     print(as_text(found))
     if args.json is not None:
@@ -67,8 +68,8 @@ def estimate(args: argparse.Namespace, memory: Memory | None) -> Estimate:
         except (RuntimeError, NotImplementedError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ConfigurationError(
-                f"a step of {architecture.name} cannot run without values ({reason[:160]}); measure "
-                "it with your script: megatron-offload longest --script"
+                f"a step of {architecture.name} cannot run without values ({reason[:160]}); "
+                "measure it with your script: megatron-offload longest --script"
             ) from None
         needs[name] = need_of(way, steps[way.how], training)
     return Estimate(
@@ -81,6 +82,21 @@ def estimate(args: argparse.Namespace, memory: Memory | None) -> Estimate:
         needs=needs,
         left_out=left_out,
     )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what transformers says of configurations and of its own names."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _targets(text: str | None) -> tuple[str, ...] | str | None:

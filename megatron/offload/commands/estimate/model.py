@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model of transformers from its configuration, without weights: `Architecture`.
 
-Models are made on the meta device, so that one of 70 billion parameters takes no memory. transformers
-and peft are imported here alone, when a model is made.
+Models are made on the meta device, so that one of 70 billion parameters takes no memory.
+transformers and peft are imported here alone, when a model is made.
 
 Note [Fewer layers]
 The bytes of a model whose layers are alike grow by the same with each layer, in every phase of a
-step. So two models with few layers say all of one with many: see `step.py`. Layers are alike if they
-are of one class, have parameters of the same shapes and are of one type in the configuration
+step. So two models with few layers say all of one with many: see `step.py`. Layers are alike if
+they are of one class, have parameters of the same shapes and are of one type in the configuration
 (`layer_types`); other models are made as they are.
 """
 

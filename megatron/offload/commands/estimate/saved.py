@@ -84,7 +84,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         self._leaving: collections.deque[weakref.ref[SavedStorage]] = collections.deque()
         self._leaving_bytes = 0
         self._order: list[weakref.ref[SavedStorage]] = []
-        self._largest_bytes = 0
+        self._largest_read_bytes = 0
         self._ahead: dict[int, int] = {}  # read and not used, by record
 
     def enter(self, layer: str) -> None:
@@ -157,7 +157,6 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
     def _write(self, record: SavedStorage) -> None:
         self.moved_bytes += record.num_bytes
-        self._largest_bytes = max(self._largest_bytes, record.saved_bytes)
         record.queue_write()
         record.begin_write(None, _ENDED)
         reference = weakref.ref(record)
@@ -234,6 +233,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
     def _restored(self, record: SavedStorage) -> torch.UntypedStorage:
         memory = record.cancel_write()
         if memory is None:
+            self._largest_read_bytes = max(self._largest_read_bytes, record.saved_bytes)
             made = torch.empty(record.saved_bytes, dtype=torch.uint8, device=_META)
             self._live.change_kind(made, Kind.SAVED)
             memory = made.untyped_storage()
@@ -247,12 +247,17 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
             if record is not None and record.num_unused_views > 0:
                 is_away = record.state is State.ON_TIER
                 wanted_bytes = sum(self._ahead.values()) + record.saved_bytes
-                if is_away and self._ahead and wanted_bytes > self._largest_bytes:
+                if is_away and self._ahead and wanted_bytes > self._window_bytes():
                     return
                 if is_away:
                     self._restored(record)
                     self._ahead[id(record)] = record.saved_bytes
             self._order.pop()
+
+    def _window_bytes(self) -> int:
+        """One of the largest storages, without what needed no read (the logits as a rule)."""
+        to_come = [one.saved_bytes for weak in self._order if (one := weak()) is not None]
+        return max([self._largest_read_bytes, *to_come])
 
 
 class _Finder(RecipeFinder):

@@ -57,6 +57,9 @@ class Pass:
     chunks_loss: bool = False
 
 
+PLAIN = Pass()
+
+
 @dataclass
 class StepBytes:
     """What a step takes, in bytes.
@@ -68,6 +71,7 @@ class StepBytes:
         largest_trained: of these.
         of_layers: parameters of layers, `largest_layer` of one of them.
         trained_of_layers: likewise, with gradients.
+        layers: how many there are.
         kept, replayed, moved: of what autograd saves, see `SavedBytes`.
         peaks: by phase: bytes by kind when most is alive, without optimizer states.
     """
@@ -80,6 +84,7 @@ class StepBytes:
     largest_layer: float = 0
     trained_of_layers: float = 0
     trained_of_layer: float = 0
+    layers: float = 0
     kept: float = 0
     replayed: float = 0
     moved: float = 0
@@ -95,7 +100,7 @@ def step_bytes(
     architecture: Architecture,
     batch: int,
     sequence: int,
-    how: Pass = Pass(),
+    how: Pass = PLAIN,
     *,
     min_bytes: int = MIB,
     on_cpu: bool = False,
@@ -129,13 +134,10 @@ def _extended(short: StepBytes, longer: StepBytes, num_layers: int) -> StepBytes
     def at(one: float, two: float) -> float:
         return one + (two - one) * (num_layers - _SHORT) / (_LONGER - _SHORT)
 
-    found = StepBytes(
-        **{
-            name: at(value, getattr(longer, name))
-            for name, value in vars(short).items()
-            if name != "peaks"
-        }
-    )
+    sizes = {name: value for name, value in vars(short).items() if name != "peaks"}
+    found = StepBytes()
+    for name, value in sizes.items():
+        setattr(found, name, at(value, getattr(longer, name)))
     for name in short.peaks.keys() & longer.peaks.keys():
         one, two = short.peaks[name], longer.peaks[name]
         found.peaks[name] = {kind: at(one.get(kind, 0), two.get(kind, 0)) for kind in Kind}
@@ -197,6 +199,7 @@ def _sizes(model: Any, layers: Sequence[torch.nn.Module]) -> StepBytes:
         sum(one.nbytes for one in params.values() if one.requires_grad) for params in of_layers
     ]
     return StepBytes(
+        layers=len(layers),
         parameters=sum(one.nbytes for one in model.parameters()),
         buffers=sum(one.nbytes for one in model.buffers()),
         trained=sum(trained),
@@ -287,6 +290,8 @@ class _Phases:
         from_end = self._num_layers - 1 - number
         if number < _ENDS:
             return f"layer {number + 1}"
+        if from_end == 0:
+            return "the last layer"
         return f"the last layer but {from_end}" if from_end < _ENDS else "layers in the middle"
 
     def _enter_backward(self, place: str) -> None:

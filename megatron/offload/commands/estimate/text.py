@@ -13,9 +13,9 @@ from tabulate import tabulate
 from megatron.offload.commands.estimate.hardware import Memory
 from megatron.offload.commands.estimate.live_bytes import Kind
 from megatron.offload.commands.estimate.saved import MOVE, REPLAY
-from megatron.offload.commands.estimate.step import Pass, StepBytes
+from megatron.offload.commands.estimate.step import PLAIN, Pass, StepBytes
 from megatron.offload.commands.estimate.ways import WAYS, Need, Training
-from megatron.offload.sizes import format_size
+from megatron.offload.sizes import KIB, format_size
 from megatron.offload.version import __version__
 
 SCHEMA = "megatron-offload estimate"
@@ -63,7 +63,7 @@ def as_text(found: Estimate) -> str:
 
 
 def _heading(found: Estimate) -> str:
-    asked, step = found.asked, found.steps[Pass()]
+    asked, step = found.asked, found.steps[PLAIN]
     trained = ""
     if asked["lora"] is not None:
         trained = f", {format_size(step.trained)} of them trained (LoRA of rank {asked['lora']})"
@@ -78,20 +78,21 @@ def _heading(found: Estimate) -> str:
 
 def _by_kind(found: Estimate) -> str:
     """What there is of each kind, and how little of it each stream leaves in device memory."""
-    plain, need = found.steps[Pass()], found.needs["plain"]
-    least = found.needs["least" if "least" in found.needs else "parameters"]
+    plain, need = found.steps[PLAIN], found.needs["plain"]
+    least = min(found.needs.values(), key=lambda one: one.device)
     rows = []
     for kind, most in _most(found, plain).items():
         at_peak = need.kinds.get(kind, 0.0)
         rows.append([kind.value, *map(_size, (most, at_peak, least.kinds.get(kind, 0.0)))])
     replayed = found.steps.get(Pass(REPLAY))
     total = ["together", "", format_size(need.device), format_size(least.device)]
-    heads = ["kind", "most in a step", f"at the peak ({need.phase})", "if all moves"]
+    heads = ["kind", "most in a step", "at the peak", "at the least"]
     text = _table([*rows, total], heads)
+    text += f"\n\nThe peak of plain PyTorch is in the {need.phase}."
     if replayed is not None and plain.kept:
         moved = found.steps[Pass(MOVE)].moved
         text += (
-            f"\n\nOf {format_size(plain.kept)} that autograd saves, replay computes "
+            f"\nOf {format_size(plain.kept)} that autograd saves, replay computes "
             f"{format_size(replayed.replayed)} again; {format_size(moved)} can move."
         )
     return text
@@ -139,13 +140,11 @@ def _lines(found: Estimate) -> str:
 
 
 def _python(way: str, found: Estimate) -> str:
-    text = WAYS[way].python.replace("TIER", f'"{found.training.tier}"')
-    if found.training.tier == "ssd":
+    tier = found.training.tier
+    text = WAYS[way].python.replace("TIER", f'"{tier}"')
+    if tier == "ssd":
         return text.replace("DIR", '"/mnt/nvme0"')
-    text = text.replace("optimizer, DIR", 'optimizer, mode="host"', 1)  # of `offload_optimizer`
-    if text.startswith("offload("):  # without a directory it is host memory anyway
-        return text.replace('optimizer, mode="host"', "optimizer")
-    return text.replace(", DIR", "")
+    return text.replace(", DIR", "")  # what has no directory goes to host memory
 
 
 def _hint(found: Estimate) -> str:
@@ -166,8 +165,8 @@ def _hints(found: Estimate) -> Iterator[str]:
         number = list(found.needs).index(first) + 1
         yield f"The first that fits is way {number}: {WAYS[first].title}."
     yield (
-        "Bytes on their way to a drive (two layers at most on a GPU), workspaces within an "
-        "operation\nand other processes come on top; megatron-offload doctor checks the machine."
+        "What operations take and give back within themselves, and other processes, come on top. "
+        "Before\na training starts, megatron-offload doctor checks the machine."
     )
 
 
@@ -184,7 +183,7 @@ def _table(rows: list[list[str]], heads: list[str]) -> str:
 
 
 def _size(num_bytes: float) -> str:
-    return format_size(num_bytes) if num_bytes >= 1 else "-"
+    return format_size(num_bytes) if num_bytes >= KIB else "-"
 
 
 def as_json(found: Estimate) -> str:
@@ -203,7 +202,7 @@ def as_json(found: Estimate) -> str:
             "peak_in": need.phase,
             "device_bytes_by_kind": {kind.value: round(of) for kind, of in need.kinds.items()},
         }
-    plain = found.steps[Pass()]
+    plain = found.steps[PLAIN]
     document = {
         "schema": SCHEMA,
         "format": FORMAT,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from megatron.offload.commands.estimate.live_bytes import Kind
 from megatron.offload.commands.estimate.saved import MOVE, REPLAY
-from megatron.offload.commands.estimate.step import Pass, StepBytes
+from megatron.offload.commands.estimate.step import PLAIN, Pass, StepBytes
 from megatron.offload.sizes import MIB
 from megatron.offload.states.config import DEFAULT_WINDOW_BYTES
 
@@ -27,6 +27,7 @@ OPTIMIZER_STEP = "optimizer's step"
 _BUCKET_BYTES = 32 * MIB
 _BUCKETS = 3  # of states on a GPU: one is read, one is updated, one is written
 _STATES = {"adamw": 2, "sgd": 0}  # of each parameter, in its type
+_LAYERS_ON_THEIR_WAY = 2  # of a GPU that is ahead of its links, see the Note in `device/device.py`
 _POOL_BYTES = 2 << 30  # page-locked, on the way from a GPU to SSDs
 _LEAST = '{"recompute_layers": "all", "recompute_input": TIER, "chunked_loss": "auto"}'
 
@@ -38,15 +39,17 @@ class Way:
     Attributes:
         title: in tables.
         how: activations are treated.
-        states_move, parameters_move: the other streams.
+        states_move, parameters_move: two of the other streams.
         python: the line that does it; `DIR` is a directory on an SSD. Empty: there is none.
+        gradients_move: those of layers, in layer-major steps.
     """
 
     title: str
-    how: Pass = Pass()
+    how: Pass = PLAIN
     states_move: bool = False
     parameters_move: bool = False
     python: str = ""
+    gradients_move: bool = False
 
 
 _MOVES, _INPUTS = Pass(MOVE), Pass(MOVE, checkpoints=True, chunks_loss=True)
@@ -86,6 +89,15 @@ WAYS: dict[str, Way] = {
         True,
         True,
         f"offload(model, optimizer, DIR, parameters=True,\n    activations={_LEAST})",
+    ),
+    "gradients": Way(
+        "gradients too, layer-major steps",
+        _MOVES,
+        True,
+        True,
+        "handle = offload(model, optimizer, DIR, parameters=True, gradients=True,\n"
+        "    layer_major=True)  # and handle.step(micro_batches, loss_of) in place of both passes",
+        gradients_move=True,
     ),
 }
 
@@ -146,14 +158,15 @@ def need_of(way: Way, step: StepBytes, training: Training) -> Need:
     shares = training.gpus
     states = _STATES[training.optimizer] * step.trained / shares
     moved_states = states if way.states_move else 0.0
-    window = min(moved_states, training.window_bytes)
+    is_ssd = training.tier == "ssd"
+    window = min(moved_states, training.window_bytes) if is_ssd else 0.0
     of_layers = step.of_layers / shares if way.parameters_move else 0.0
     phases = {name: _kinds(peak, way, step, training, states) for name, peak in step.peaks.items()}
     phases[OPTIMIZER_STEP] = _optimizer_step(way, step, training, states)
     phase = max(phases, key=lambda one: sum(phases[one].values()))
-    away = step.moved + moved_states + of_layers
     trained_of_layers = step.trained_of_layers / shares if way.parameters_move else 0.0
-    is_ssd = training.tier == "ssd"
+    gradients = trained_of_layers if way.gradients_move else 0.0
+    away = step.moved + moved_states - window + of_layers + gradients
     staged = 0.0
     if is_ssd and not training.on_cpu:
         staged = window + (min(_POOL_BYTES, step.moved) if step.moved else 0)
@@ -162,8 +175,8 @@ def need_of(way: Way, step: StepBytes, training: Training) -> Need:
         kinds=phases[phase],
         host=staged if is_ssd else away,
         ssd=away if is_ssd else 0.0,
-        written=step.moved + moved_states - window + trained_of_layers,
-        read=step.moved + moved_states - window + 2 * of_layers + trained_of_layers,
+        written=step.moved + moved_states - window + trained_of_layers + gradients,
+        read=step.moved + moved_states - window + 2 * of_layers + trained_of_layers + gradients,
     )
 
 
@@ -173,11 +186,21 @@ def _kinds(
     """What is alive in a phase of forward or backward."""
     kinds = {kind: float(peak.get(kind, 0.0)) for kind in Kind}
     kinds[Kind.PARAMETERS] = _parameters(way, step, training)
-    if training.gpus > 1:
+    if not training.on_cpu and step.layers:  # on their way to a tier, or read ahead
+        kinds[Kind.SAVED] += min(_LAYERS_ON_THEIR_WAY / step.layers, 1.0) * step.moved
+    if way.gradients_move:
+        kinds[Kind.GRADIENTS] = min(kinds[Kind.GRADIENTS], _gradients_that_stay(step))
+    if training.gpus > 1 and kinds[Kind.GRADIENTS]:
         whole = step.trained_of_layer  # of the layer that computes, before it is divided
         kinds[Kind.GRADIENTS] = kinds[Kind.GRADIENTS] / training.gpus + whole
     kinds[Kind.STATES] = _states_between_steps(way, training, states)
     return kinds
+
+
+def _gradients_that_stay(step: StepBytes) -> float:
+    """Those of what is outside of layers, and of the layers that are in memory."""
+    live = min(LIVE_UNITS * step.trained_of_layer, step.trained_of_layers)
+    return step.trained - step.trained_of_layers + live
 
 
 def _parameters(way: Way, step: StepBytes, training: Training) -> float:
@@ -208,6 +231,8 @@ def _optimizer_step(
         live = min(LIVE_UNITS * step.largest_layer, step.of_layers)
         kinds[Kind.PARAMETERS] = (step.parameters - step.of_layers + live) / shares
     kinds[Kind.GRADIENTS] = step.trained / shares
+    if way.gradients_move:
+        kinds[Kind.GRADIENTS] = _gradients_that_stay(step) / shares
     kinds[Kind.STATES] = states
     largest = step.largest_trained / shares
     if way.states_move:
