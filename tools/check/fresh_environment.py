@@ -109,7 +109,7 @@ _SCRIPT = (
     + """
 from megatron.offload import offload_activations
 handle = offload_activations(model, place)
-train(int(sys.argv[2]) if len(sys.argv) > 2 else 4)
+train(200)  # commands end it when they have measured enough
 """
 )
 _TRAINER = """
@@ -128,10 +128,12 @@ arguments = TrainingArguments(output_dir=sys.argv[1], max_steps=3, logging_steps
 trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=rows, callbacks=[Reporter()])
 trainer.add_callback(OffloadCallback(sys.argv[1], optimizer_states=True))
 trainer.train()
+config.save_pretrained(sys.argv[1])  # for `estimate`
 assert "offload/offloaded_gib" in Reporter.keys, Reporter.keys
 """
 _PLAN = "plan --hardware a100 --num-layers 8 --hidden-size 1024 --num-attention-heads 16 --bf16"
-_SIZES = " --seq-length 1024 --micro-batch-size 2 --vocab-size 32000"
+_SIZES = " --micro-batch-size 2 --global-batch-size 2 --vocab-size 32000"
+_LENGTH = " --seq-length 1024"
 
 
 class Try(NamedTuple):
@@ -164,20 +166,24 @@ TRIES: dict[str, tuple[str, tuple[Try, ...]]] = {
         (
             *_EVERYWHERE,
             Try("mode auto", _AUTO, "scipy"),
-            Try("plan", _PLAN + _SIZES, "scipy"),
+            Try("plan", _PLAN + _SIZES + _LENGTH, "scipy"),
+            Try("estimate", "estimate DIR", "transformers"),
             Try("rok --script", "rok --script SCRIPT --script-args DIR", "matplotlib"),
             Try("tune", "tune --output DIR -- SCRIPT", "tqdm"),
             Try("OffloadCallback", "from megatron.offload import OffloadCallback", "transformers"),
         ),
     ),
-    "auto": ("auto", (*_EVERYWHERE, Try("mode auto", _AUTO), Try("plan", _PLAN + _SIZES))),
+    "auto": (
+        "auto",
+        (*_EVERYWHERE, Try("mode auto", _AUTO), Try("plan", _PLAN + _SIZES + _LENGTH)),
+    ),
     "commands": (
         "commands",
         (
             *_EVERYWHERE,
             Try("mode auto", _AUTO),
             Try("report --html", "report DIR --html DIR/report.html"),
-            Try("plan, picture", f"{_PLAN}{_SIZES} --rok DIR/plan.png"),
+            Try("plan, picture", f"{_PLAN}{_SIZES}{_LENGTH} --rok DIR/plan.png"),
             Try(
                 "rok --script",
                 "rok --script SCRIPT --script-args DIR --strategies off,ssd --rounds 1 --steps 2 "
@@ -189,7 +195,14 @@ TRIES: dict[str, tuple[str, tuple[Try, ...]]] = {
             ),
         ),
     ),
-    "huggingface": ("auto,huggingface", (*_EVERYWHERE, Try("Trainer, a reporter", _TRAINER))),
+    "huggingface": (
+        "auto,huggingface",
+        (
+            *_EVERYWHERE,
+            Try("Trainer, a reporter", _TRAINER),
+            Try("estimate", "estimate DIR --hardware rtx-4090 --sequence 128 --batch 2 --lora 8"),
+        ),
+    ),
 }
 
 
