@@ -9,11 +9,15 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from megatron.offload.tiers import access as access_module
+from megatron.offload.tiers import mapped
 from megatron.offload.tiers.access import InPlace, Staged, View
 from megatron.offload.tiers.direct_io import Alignment, Cut, aligned_storage
 from tests.support.simulated_device import (
@@ -82,8 +86,12 @@ def in_thread(call: Any) -> threading.Thread:
 
 @pytest.mark.parametrize("num_bytes", [1, 511, 512, 5000, 3 * PAGE + 7])
 @pytest.mark.parametrize("alignment", [Alignment(512, 512), Alignment(PAGE, PAGE)], ids=str)
-def test_edges_and_body_come_back_each_in_its_place(num_bytes: int, alignment: Alignment) -> None:
-    access, source = InPlace(alignment), aligned_storage(num_bytes, 192, alignment)  # has a head
+@pytest.mark.parametrize("in_pages", [False, True])
+def test_edges_and_body_come_back_each_in_its_place(
+    num_bytes: int, alignment: Alignment, in_pages: bool
+) -> None:
+    access = InPlace(alignment, in_pages=in_pages)
+    source = aligned_storage(num_bytes, 192, alignment)  # has a head
     fill_with_anything(source)
     view = access.for_writing(source, None)
     body = written(view)
@@ -112,6 +120,36 @@ def test_memory_to_read_into_is_aligned_whatever_the_head(head_bytes: int) -> No
         cut = Cut(head_bytes + PAGE, bytes(head_bytes), PAGE, b"")
         target, view = access.for_reading(cut)
         assert is_aligned(view, alignment) and target.nbytes() == cut.num_bytes
+
+
+@pytest.mark.parametrize("head_bytes", [0, 192])
+def test_pages_of_a_large_storage_go_back_wherever_its_source_began(head_bytes: int) -> None:
+    """An allocator would keep what gradients, which begin within a page, have come back into."""
+    made = []
+
+    def own_pages(*args: int) -> torch.UntypedStorage:
+        made.append(mapped.own_pages(*args))
+        return made[-1]
+
+    access = InPlace(Alignment(512, 512), in_pages=True)
+    cut = Cut(head_bytes + 8 * PAGE, bytes(head_bytes), 8 * PAGE, b"")
+    with mock.patch.object(access_module, "own_pages", own_pages):
+        target, view = access.for_reading(cut)
+    assert [one.data_ptr() for one in made] == [target.data_ptr()]
+    assert target.nbytes() == cut.num_bytes and is_aligned(view, Alignment(512, 512))
+    first_page = target.data_ptr() // PAGE * PAGE
+    assert _is_mapped(first_page)
+    made.clear()
+    del target, view
+    assert not _is_mapped(first_page)
+
+
+def _is_mapped(address: int) -> bool:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(word, 16) for word in line.split()[0].split("-"))
+        if begin <= address < end:
+            return True
+    return False
 
 
 @pytest.mark.parametrize("direction", ["write", "read"])

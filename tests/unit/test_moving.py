@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,11 +16,13 @@ import torch
 from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.errors import GRADIENTS_PREFIX, LostStateError, OffloadError
 from megatron.offload.integration.megatron.whole_training import OffloadedTraining
+from megatron.offload.moving import memory
 from megatron.offload.moving.bucket import Bucket, divided
 from megatron.offload.moving.layout import Layout
 from megatron.offload.moving.only_copy import OnlyCopy
 from megatron.offload.moving.order import first_to_stay, live_units
 from megatron.offload.moving.storage import Where
+from megatron.offload.tiers.mapped import own_pages
 from megatron.offload.tiers.ssd import SsdTier
 from megatron.offload.tiers.transfer import Transfer
 
@@ -149,6 +153,30 @@ def test_all_streams_of_a_training_close_though_one_raises() -> None:
     with pytest.raises(OSError, match="states"):
         training.close()
     assert closed == ["activations", "parameters", "states"]
+
+
+@pytest.mark.parametrize("begin", [0, 64, 4095])
+def test_bytes_come_back_into_pages_that_begin_where_they_did(begin: int, tier: SsdTier) -> None:
+    """A gradient is in an allocator's memory, which would keep what it comes back into."""
+    pages = own_pages(8 * mmap.PAGESIZE, begin)
+    tensor = torch.tensor([], dtype=torch.uint8).set_(pages).random_(0, 256)
+    expected = tensor.clone()
+    bucket = Bucket([tensor], CpuDevice())
+    bucket.fill(Layout({(0, "grad"): tensor}), tensor.untyped_storage())
+    del tensor, pages
+    assert bucket.begin_write(tier, None)
+    bucket.wait_for_write()
+    asked: list[tuple[int, int]] = []
+
+    def noted(num_bytes: int, skipped_bytes: int = 0) -> torch.UntypedStorage:
+        asked.append((num_bytes, skipped_bytes))
+        return own_pages(num_bytes, skipped_bytes)
+
+    with mock.patch.object(memory, "own_pages", noted):
+        bucket.bring()
+    assert asked == [(8 * mmap.PAGESIZE, begin)]
+    assert torch.equal(bucket.views[0, "grad"], expected)
+    bucket.forget()
 
 
 def test_buckets_hold_what_fits_and_a_large_parameter_alone() -> None:

@@ -51,16 +51,14 @@ class FreshMemory:
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.storage = storage
         self._num_bytes = storage.nbytes()
-        # A gradient may be in an allocator's memory, which begins anywhere in a page.
-        self._has_pages = (
-            storage.device.type == "cpu"
-            and self._num_bytes % mmap.PAGESIZE == 0
-            and storage.data_ptr() % mmap.PAGESIZE == 0
-        )
+        self._is_on_host = storage.device.type == "cpu"
+        # A gradient may be in an allocator's memory, which begins anywhere in a page: what it comes
+        # back into begins there too, as direct I/O wants it.
+        self._skipped_bytes = storage.data_ptr() % mmap.PAGESIZE if self._is_on_host else 0
 
     def for_read(self) -> torch.UntypedStorage | None:
         """New pages on a CPU; None on an accelerator, where the tier allocates."""
-        return own_pages(self._num_bytes) if self._has_pages else None
+        return own_pages(self._num_bytes, self._skipped_bytes) if self._is_on_host else None
 
     def took(self, storage: torch.UntypedStorage) -> None:
         """It is the memory from now on."""

@@ -92,7 +92,8 @@ class InPlace:
     Args:
         alignment: that the files require.
         in_pages: what is read back is large and stays long, as optimizer states do: each storage
-            gets pages of its own. Otherwise storages of one step reuse a region.
+            gets pages of its own, also one whose source began within a page, as a gradient's
+            does. Otherwise storages of one step reuse a region.
     """
 
     def __init__(self, alignment: Alignment, *, in_pages: bool = False) -> None:
@@ -123,7 +124,7 @@ class InPlace:
         if self._restored is not None:
             found = self._restored.new_storage(cut.num_bytes, head_bytes, alignment.memory)
         else:
-            found = None if head_bytes else own_pages(cut.num_bytes)
+            found = own_pages(cut.num_bytes, -head_bytes % alignment.memory)
         return aligned_storage(cut.num_bytes, head_bytes, alignment) if found is None else found
 
 

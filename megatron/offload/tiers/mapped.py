@@ -50,17 +50,21 @@ def storage_at(address: int, num_bytes: int, owner: object) -> torch.UntypedStor
     return torch.frombuffer(window, dtype=torch.uint8).untyped_storage()
 
 
-def own_pages(num_bytes: int) -> torch.UntypedStorage:
+def own_pages(num_bytes: int, skipped_bytes: int = 0) -> torch.UntypedStorage:
     """A storage of new pages, uninitialised, which go back to the system when it is freed.
 
     For storages that are large and stay long: an allocator would keep much of their memory. After
     the bytes there is a spare page, which takes no memory: vector kernels may read past the end of
     a tensor (torch 2.13's fused SGD does, with a bf16 momentum on a CPU).
 
+    Args:
+        num_bytes: of the storage.
+        skipped_bytes: of the first page that are before it, for one that begins within a page.
+
     Raises:
         torch.OutOfMemoryError: the system refuses.
     """
-    size = num_bytes + mmap.PAGESIZE
+    size = skipped_bytes + num_bytes + mmap.PAGESIZE
     try:
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -68,7 +72,8 @@ def own_pages(num_bytes: int) -> torch.UntypedStorage:
             f"the host has no memory for {format_size(num_bytes)}: {error.strerror}"
         ) from error
     prefer_huge_pages(pages)
-    return torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes).untyped_storage()
+    made = torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes, offset=skipped_bytes)
+    return made.untyped_storage()
 
 
 class Pages:
