@@ -96,7 +96,11 @@ _STREAMS = {
     ),
     "Layer-major steps": _Stream(LayerMajorConfig, "LayerMajor(model, ...)", ""),
 }
-_METHODS = {"--layer-major-eval": "LayerMajor.evaluate(batches, fn)"}  # what no keyword is for
+_METHODS = {  # what is called otherwise, or has other values
+    "--layer-major-units": "units=N, or None: auto",
+    "--layer-major-order": "alternates=True: alternating",
+    "--layer-major-eval": "LayerMajor.evaluate(batches, fn)",
+}
 _DEFAULT = re.compile(r"\s*Default: (.+?)\.(?=\s|$)")
 
 

@@ -146,6 +146,20 @@ def test_a_pass_that_pauses_within_a_checkpoint_recomputes_that_layer_too(tmp_pa
     assert calls == 2 * LAYERS * MICRO_BATCHES
 
 
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"units": "auto"}, "units='auto' is no number of units"),
+        ({"units": True}, "units=True is no number of units"),
+        ({"alternates": "ascending"}, "alternates='ascending' is neither True nor False"),
+    ],
+)
+def test_a_flags_value_is_not_taken_for_an_argument(wrong: dict[str, Any], sentence: str) -> None:
+    """Of which the last would be true, and change the order of sums."""
+    with pytest.raises(ConfigurationError, match=sentence):
+        LayerMajor(torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(4)]), **wrong)
+
+
 def test_checkpoints_that_hide_the_layers_are_refused() -> None:
     model = Reentrant()
     with pytest.raises(ConfigurationError, match="checkpoints with use_reentrant=False"):

@@ -116,6 +116,9 @@ def test_what_is_not_named_stays() -> None:
     assert read_settings({}) == stays | {"layer_major": False}
     assert read_settings({"activations": "off", "parameters": {"mode": "off"}}) == read_settings({})
     assert read_settings({"activations": True})["activations"] == {"mode": "host"}
+    own = read_settings({"directory": "/a", "parameters": {"directory": "/b"}, "activations": True})
+    assert own["parameters"] == {"directories": "/b", "mode": "ssd"}
+    assert own["activations"] == {"directories": "/a", "mode": "ssd"}
     assert read_settings({"layer_major": True})["layer_major"] == {"units": "auto"}
 
 

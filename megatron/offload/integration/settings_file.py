@@ -157,6 +157,8 @@ def _stream(value: Any, directory: Any) -> dict[str, Any] | None:
         table = {"mode": value}
     else:
         return None
+    if "directory" in table and "directories" not in table:
+        table["directories"] = table.pop("directory")
     if table.get("mode") != "host" and directory is not None:
         table.setdefault("directories", directory)
     table.setdefault("mode", "ssd" if table.get("directories") else "host")

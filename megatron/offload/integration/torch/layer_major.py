@@ -78,6 +78,10 @@ class LayerMajor:
         alternates: bool = False,
     ) -> None:
         check_models((model,))
+        if isinstance(units, bool) or not isinstance(units, int | None):
+            raise refusal(f"units={units!r} is no number of units; None: each layer is one")
+        if not isinstance(alternates, bool):
+            raise refusal(f"alternates={alternates!r} is neither True nor False")
         found = find_layers((model,), layers)
         _check(model, found)
         with LayerMajorConfig.speaking_of_settings():
