@@ -349,6 +349,15 @@ def test_the_tables_are_within_100_columns_and_the_file_has_all(
     assert plain["device_bytes"] == sum(plain["device_bytes_by_kind"].values())
 
 
+def test_gpus_that_share_a_model_have_no_way_that_fsdp_does_not_take(folder: Path) -> None:
+    path = folder / "estimate.json"
+    flags = ["--sequence", "128", "--gpus", "8", "--json", str(path)]
+    assert cli.main(["estimate", str(folder), *flags]) == 0
+    values = json.loads(path.read_text())
+    moved = {name for name, way in WAYS.items() if way.parameters_move}
+    assert moved and set(values["left_out"]) == moved and set(values["ways"]) == set(WAYS) - moved
+
+
 def test_what_fits_nowhere_says_what_to_try(
     folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -367,11 +376,21 @@ def test_what_fits_nowhere_says_what_to_try(
         (["{folder}", "--hardware", "rtx-1"], "neither a GPU that is described nor a .json file"),
         (["{folder}", "--lora-targets", "q_proj"], "--lora-targets is of use with --lora"),
         (["{folder}", "--gpus", "2", "--hardware", "cpu"], "drop it, or --hardware cpu"),
+        (["{folder}", "--to", "host", "--hardware", "cpu"], "--to host frees nothing on a CPU"),
+        (["{folder}/bart"], "has an encoder and a decoder"),
+        (["{folder}/typed"], "is no configuration of a model"),
+        (["{folder}/heads"], "makes no model of this configuration"),
     ],
 )
 def test_what_is_not_known_is_a_sentence(
     flags: list[str], sentence: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    transformers.BartConfig(encoder_layers=1, decoder_layers=1).save_pretrained(folder / "bart")
+    wrong = {"typed": {"model_type": "llama", "hidden_size": "wide"}}
+    wrong["heads"] = {"model_type": "gpt2", "n_embd": 10, "n_head": 3, "n_layer": 2}
+    for name, values in wrong.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(values))
     words = [one.replace("{folder}", str(folder)) for one in flags]
     assert cli.main(["estimate", *words]) == 2
     said = capsys.readouterr().err

@@ -129,7 +129,7 @@ def test_a_flag_that_is_none_is_a_sentence_and_no_usage(
     script = write(tmp_path / "train.py", READS_ITS_FLAGS)
     line = sentence(capsys, script, *flags.split())
     assert said in line
-    assert line.endswith("; python -m megatron.offload.launch train.py --help shows all flags")
+    assert line.endswith(f"; python -m megatron.offload.launch {script} --help shows all flags")
 
 
 def test_a_path_that_is_no_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

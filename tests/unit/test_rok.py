@@ -283,19 +283,22 @@ def test_a_training_command_of_a_user_is_measured(
     own += ["--budgets", "2", "--rounds", "1", "--steps", "1"]
     words = ["python", str(trainer), "--num-layers", "4", "--micro-batch-size", "1", "--lr", "1"]
     words += ["--activation-offload", "host", "--activation-offload-dir", str(tmp_path / "ssd")]
+    words += ["--parameter-offload", "host", "--gradient-offload", "on", "--layer-major-units", "4"]
     words += ["--activation-offload-min-bytes", "1KiB", "--recompute-granularity", "selective"]
     assert cli.main(["rok", *own, "--", *words, "--train-iters", "7"]) == 0
     printed = capsys.readouterr().out
     assert "not looked at, but passed on: --lr\n" in printed
     assert "\ntrainer.py, 4 layers\n" in printed
     left_out = next(line for line in printed.splitlines() if line.startswith("left out"))
-    for flag in ("--micro-batch-size 1", "--activation-offload host", "--train-iters 7"):
+    own_flags = ("--micro-batch-size 1", "--activation-offload host", "--train-iters 7")
+    for flag in (*own_flags, "--gradient-offload on", "--layer-major-units 4"):
         assert flag in left_out
     result = Result.load(tmp_path / "out" / "rok.json")
     assert [one.micro_batch_size for one in result.measured] == [1] * len(result.measured)
     assert {one.placement for one in result.measured} == {"off", "recompute", "ssd", "auto"}
     log = next((tmp_path / "out").glob("trainings/*-ssd@*/output.log")).read_text().splitlines()[0]
-    assert "--lr 1 --activation-offload-min-bytes 1KiB --eval-iters 0 --log-interval 1" in log
+    shared = "--parameter-offload host --activation-offload-min-bytes 1KiB"
+    assert f"--lr 1 {shared} --eval-iters 0 --log-interval 1" in log
     assert f"--activation-offload-dir {tmp_path}/ssd" in log and "selective" not in log
 
 
@@ -315,6 +318,7 @@ def test_of_a_training_that_failed_its_own_sentence_is_shown() -> None:
         ("--turns", "torchrun --nproc-per-node 2", "", "--turns works with one process"),
         ("", "python", "--activation-offlod ssd", "did you mean --activation-offload?"),
         ("", "python", "--activation-offload-dir /a,/b", "with one directory for activations"),
+        ("", "python", "--offload-settings SETTINGS", "give the flags themselves"),
     ],
 )  # fmt: skip
 def test_a_training_command_that_cannot_be_measured_is_refused(
@@ -327,6 +331,8 @@ def test_a_training_command_that_cannot_be_measured_is_refused(
 ) -> None:
     trainer = tmp_path / "trainer.py"
     trainer.write_text("raise SystemError")
+    (settings := tmp_path / "offload.toml").write_text('activations = "host"')
+    flags = flags.replace("SETTINGS", str(settings))
     words = [*launcher.split(), str(trainer), *flags.split()]
     assert cli.main(["rok", "--output", str(tmp_path / "out"), *own.split(), "--", *words]) == 2
     assert sentence in capsys.readouterr().err

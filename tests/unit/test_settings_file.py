@@ -76,6 +76,35 @@ def test_flags_after_it_come_first(file: Path) -> None:
     assert config_from_args(earlier).mode == "tiered"
 
 
+def test_what_is_off_in_it_is_off_and_directories_may_be_flags(tmp_path: Path) -> None:
+    path = tmp_path / "offload.toml"
+    path.write_text('activations = "off"\nparameters = false\n[optimizer_states]\nmode = "ssd"\n')
+    earlier = ("--activation-offload", "host", "--parameter-offload", "host")
+    args = _parsed(
+        *earlier, "--offload-settings", str(path), "--optimizer-state-dir", str(tmp_path)
+    )
+    assert config_from_args(args).mode == "off" and parameters_config_from_args(args).mode == "off"
+    states = states_config_from_args(args)
+    assert states.mode == "ssd" and states.directories == (tmp_path,)
+    without = _parsed("--offload-settings", str(path))
+    with pytest.raises(ConfigurationError, match="needs a place on an SSD"):
+        states_config_from_args(without)
+
+
+def test_relative_directories_are_those_of_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = read_settings({"directory": "here", "activations": {"directory": "there,too"}})
+    assert given["activations"]["directories"] == (tmp_path / "there", tmp_path / "too")
+
+
+def test_steps_that_are_off_are_usual_ones() -> None:
+    model = Model(num_layers=4)
+    with offload(model, activations="host", layer_major={"units": "off"}) as handle:
+        assert handle.layer_major is None
+
+
 def test_a_launch_command_has_it(file: Path) -> None:
     args, parser = argparse.Namespace(), argparse.ArgumentParser(add_help=False)
     add_offload_arguments(parser)
@@ -117,8 +146,8 @@ def test_what_is_not_named_stays() -> None:
     assert read_settings({"activations": "off", "parameters": {"mode": "off"}}) == read_settings({})
     assert read_settings({"activations": True})["activations"] == {"mode": "host"}
     own = read_settings({"directory": "/a", "parameters": {"directory": "/b"}, "activations": True})
-    assert own["parameters"] == {"directories": "/b", "mode": "ssd"}
-    assert own["activations"] == {"directories": "/a", "mode": "ssd"}
+    assert own["parameters"] == {"directories": (Path("/b"),), "mode": "ssd"}
+    assert own["activations"] == {"directories": (Path("/a"),), "mode": "ssd"}
     assert read_settings({"layer_major": True})["layer_major"] == {"units": "auto"}
 
 

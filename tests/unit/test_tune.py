@@ -617,6 +617,11 @@ def test_a_command_without_a_script_is_refused(words: list[str], sentence: str) 
             "-m torch.distributed.run --standalone --nproc-per-node=4",
         ),
         (
+            "torchrun --nnodes 1:1 --nproc-per-node 8",
+            Start(8, expects_rank=True),
+            "-m torch.distributed.run --standalone --nproc-per-node=8",
+        ),
+        (
             "N=1 python3 -u -m torch.distributed.run --nproc-per-node=2 -m megatron.offload.launch",
             Start(2, "megatron.offload.launch", True, {"N": "1"}),
             "-m torch.distributed.run --standalone --nproc-per-node=2 -m megatron.offload.launch",
@@ -656,6 +661,7 @@ def test_a_whole_launch_command_is_started_on_this_machine(
         ("torchrun --nproc-per-node gpu", None, "--nproc-per-node gpu are; give a number"),
         ("torchrun --nproc-per-node 2", 4, "contradict each other; drop --processes"),
         ("python -m accelerate.commands.launch", None, "no -m accelerate.commands.launch before"),
+        ("torchrun -m --nproc-per-node 8 megatron.offload.launch", None, "is not understood"),
     ],
 )
 def test_a_launcher_that_tune_cannot_start_is_refused(
@@ -680,9 +686,9 @@ def test_a_pipeline_waits_for_its_ends_and_holds_a_micro_batch_for_each_stage(st
             *(moved, 0.0, moved / m * held),
         )
 
-    known = settings_to_measure((1, 4), (2, 2 * stages), (0,))
+    known = settings_to_measure((1, 4), (stages // 2, 2 * stages), (0,))  # as `tune` does
     model = StepModel([measurement(one, of(one)) for one in known], num_stages=stages)
-    for one in (Setting(0, 2, 8), Setting(0, 8, 16), Setting(0, 16, 2)):
+    for one in (Setting(0, 2, 8), Setting(0, 8, 16), Setting(0, 16, 1)):
         found, expected = model.predict(one), of(one)
         assert found.step_s == pytest.approx(expected.step_s)
         assert found.ssd_bytes == pytest.approx(expected.ssd_bytes)

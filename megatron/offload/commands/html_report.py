@@ -6,6 +6,7 @@ The page is one file without scripts, fonts or links to elsewhere, so it can be 
 
 from __future__ import annotations
 
+import contextlib
 import html
 import io
 import math
@@ -99,7 +100,7 @@ def timelines(metrics: Iterable[Path]) -> list[Path]:
     found = []
     for folder in dict.fromkeys(path.parent for path in metrics):
         for file in sorted(folder.glob("*.json")):
-            with file.open("rb") as opened:
+            with contextlib.suppress(OSError), file.open("rb") as opened:
                 if b'"ph":' in opened.read(4096):  # the phase that each event has
                     found.append(file)
     return found

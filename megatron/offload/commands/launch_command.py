@@ -36,7 +36,8 @@ LEFT_OUT = (
     *("--save", "--load", "--save-interval", "--save-retain-interval", "--use-checkpoint-args"),
     *("--non-persistent-save-interval", "--tensorboard-dir", "--wandb-project", "--metrics-file"),
     *("--activation-offload-trace", "--activation-memory-report", "--wait-for-input"),
-    *("--train-iters", "--train-samples", "--exit-interval", "--eval-iters", "--log-interval"),
+    *("--train-iters", "--train-samples", "--rampup-batch-size"),
+    *("--exit-interval", "--eval-iters", "--log-interval"),
     *("--lr-warmup-iters", "--lr-decay-iters", "--lr-warmup-samples", "--lr-decay-samples"),
 )
 
@@ -66,10 +67,14 @@ class LaunchCommand:
     @property
     def num_processes(self) -> int | None:
         """How many torchrun starts on all nodes; None: the launcher does not say."""
-        found = self._torchruns()
-        if not (found.of_node.isdecimal() and found.nnodes.isdecimal()):
+        try:
+            found = self._torchruns()
+        except ConfigurationError:
             return None
-        return int(found.of_node) * int(found.nnodes)
+        nodes = "1" if found.nnodes == "1:1" else found.nnodes
+        if not (found.of_node.isdecimal() and nodes.isdecimal()):
+            return None
+        return int(found.of_node) * int(nodes)
 
     def start(self, name: str, processes: int | None = None) -> tuple[Path, Start]:
         """The script, and how it is started on this machine to be measured.
@@ -136,15 +141,18 @@ class LaunchCommand:
         )
 
     def _torchruns(self) -> argparse.Namespace:
-        """What of the launcher's own flags counts here; nothing where they are not understood."""
+        """What of the launcher's own flags counts here. Raises ConfigurationError."""
         parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
         parser.add_argument("--nproc-per-node", "--nproc_per_node", dest="of_node", default="")
         parser.add_argument("--nnodes", default="1")
         parser.add_argument("-m", "--module", action="append", default=[])
         try:
             return parser.parse_known_args(list(self.launcher))[0]
-        except (argparse.ArgumentError, SystemExit):  # a flag without its value
-            return parser.parse_args([])
+        except (argparse.ArgumentError, SystemExit) as error:  # a flag without its value
+            raise ConfigurationError(
+                f"what is before the script is not understood ({error}); give each flag its value, "
+                f"as --nproc-per-node 8 -m {LAUNCHER}"
+            ) from None
 
     def read(self, parser: argparse.ArgumentParser, into: argparse.Namespace) -> list[str]:
         """Reads the flags that the parser knows into a namespace.

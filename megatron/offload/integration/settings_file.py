@@ -32,7 +32,7 @@ from megatron.offload.flag import Settings, destination
 from megatron.offload.layer_major.config import LayerMajorConfig
 from megatron.offload.parameters.config import ParametersConfig
 from megatron.offload.states.config import StatesConfig
-from megatron.offload.values import quoted
+from megatron.offload.values import parse_paths, quoted
 
 FLAG = "--offload-settings"
 _STREAMS: Mapping[str, type[Settings]] = {
@@ -90,13 +90,13 @@ class _ReadSettings(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         try:
-            given = _tables(str(values))
+            given = _tables(str(values), for_flags=True)
         except ConfigurationError as error:
-            raise argparse.ArgumentError(self, str(error)) from None
+            raise argparse.ArgumentError(self, str(error).removeprefix(PREFIX)) from None
         for name, settings in given.items():
-            config: Any = _config(name, settings)
+            config: Any = _config(name, settings, for_flags=True)
             for spec in dataclasses.fields(config):
-                if spec.name in settings or spec.name == "mode":
+                if spec.name in settings:
                     setattr(namespace, destination(spec), getattr(config, spec.name))
         setattr(namespace, self.dest, str(values))
 
@@ -104,8 +104,15 @@ class _ReadSettings(argparse.Action):
 # -- What is in a file ----------------------------------------------------------------------------
 
 
-def _tables(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The settings of what moves, by its name; each has been checked, and says where it goes."""
+def _tables(
+    source: str | os.PathLike[str] | Mapping[str, Any], *, for_flags: bool = False
+) -> dict[str, dict[str, Any]]:
+    """The settings of what moves, by its name; each has been checked, and says where it goes.
+
+    Args:
+        source: a file, or what is in one.
+        for_flags: what is off is there too, and directories may be other flags.
+    """
     where, given = _read(source)
     for name in given:
         if name not in _KEYS:
@@ -113,8 +120,8 @@ def _tables(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, dic
     directory = given.get("directory")
     tables = {}
     for name in (*_STREAMS, _STEPS):
-        value = given.get(name, False)
-        if value is False or value == "off":
+        value = given.get(name)
+        if value is None:
             continue
         table = _steps(value) if name == _STEPS else _stream(value, directory)
         if table is None:
@@ -123,11 +130,13 @@ def _tables(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, dic
                 "line for each setting"
             )
         try:
-            _config(name, table)
+            _config(name, table, for_flags=for_flags)
+            if "directories" in table:  # as they are called now
+                table["directories"] = parse_paths(table["directories"])
         except ConfigurationError as error:
             words = str(error).removeprefix(PREFIX)
             raise ConfigurationError(f"{where}[{name}]: {words}") from None
-        if table.get("mode") != "off" and table.get("units") != "off":
+        if for_flags or (table.get("mode") != "off" and table.get("units") != "off"):
             tables[name] = table
     return tables
 
@@ -151,15 +160,15 @@ def _stream(value: Any, directory: Any) -> dict[str, Any] | None:
     """The settings of a stream as its own function takes them; None: these are none."""
     if isinstance(value, Mapping):
         table = dict(value)
-    elif value is True:
-        table = {}
+    elif isinstance(value, bool):
+        table = {} if value else {"mode": "off"}
     elif isinstance(value, str):
         table = {"mode": value}
     else:
         return None
     if "directory" in table and "directories" not in table:
         table["directories"] = table.pop("directory")
-    if table.get("mode") != "host" and directory is not None:
+    if table.get("mode") not in ("host", "off") and directory is not None:
         table.setdefault("directories", directory)
     table.setdefault("mode", "ssd" if table.get("directories") else "host")
     return table
@@ -168,13 +177,16 @@ def _stream(value: Any, directory: Any) -> dict[str, Any] | None:
 def _steps(value: Any) -> dict[str, Any] | None:
     if isinstance(value, Mapping):
         return {"units": "auto", **value}
-    if value is True:
-        return {"units": "auto"}
+    if isinstance(value, bool):
+        return {"units": "auto" if value else "off"}
     return {"units": value} if isinstance(value, int | str) else None
 
 
-def _config(name: str, table: Mapping[str, Any]) -> Settings:
+def _config(name: str, table: Mapping[str, Any], *, for_flags: bool = False) -> Settings:
     kind: Any = LayerMajorConfig if name == _STEPS else _STREAMS[name]
+    needs_some = name != _STEPS and table["mode"] in ("ssd", "tiered", "auto")
+    if for_flags and needs_some and "directories" not in table:
+        table = {**table, "directories": "."}  # those that another flag names
     try:
         found: Settings = kind.from_settings(table)
     except ConfigurationError as error:  # its words, with the names that the file has
@@ -182,6 +194,7 @@ def _config(name: str, table: Mapping[str, Any]) -> Settings:
         names = {spec.metadata["flag"]: spec.name for spec in dataclasses.fields(kind)}
         for flag in sorted(names, key=len, reverse=True):
             words = words.replace(flag, names[flag])
+        words = words.replace("give directories DIR", 'give directory = "DIR"')
         raise ConfigurationError(words) from None
     return found
 

@@ -84,6 +84,11 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ConfigurationError("--lora-targets is of use with --lora; give a rank too")
     if args.gpus > 1 and args.hardware == "cpu":
         raise ConfigurationError("--gpus divides a training over GPUs; drop it, or --hardware cpu")
+    if args.to == "host" and args.hardware == "cpu":
+        raise ConfigurationError(
+            "--to host frees nothing on a CPU, whose memory is the host's; drop it, or --hardware "
+            "cpu"
+        )
     packages = ["transformers"] + ["peft"] * (args.lora is not None)
     check_packages("megatron-offload estimate", *packages)
     if args.json is not None:

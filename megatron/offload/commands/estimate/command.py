@@ -48,13 +48,16 @@ def estimate(args: argparse.Namespace, memory: Memory | None) -> Estimate:
     adapters = None
     if args.lora is not None:
         adapters = Adapters(args.lora, _targets(args.lora_targets))
-    architecture = Architecture(args.model, args.dtype, adapters)
+    architecture = _architecture(args, adapters)
     on_cpu = memory is not None and memory.on_cpu
     training = Training(args.optimizer, on_cpu, args.to, args.gpus)
     steps: dict[Pass, StepBytes] = {}
     needs: dict[str, Need] = {}
     left_out: dict[str, str] = {}
     for name, way in WAYS.items():
+        if training.gpus > 1 and way.parameters_move:
+            left_out[name] = "FSDP2 divides parameters, and those that it divides stay with it"
+            continue
         try:
             if way.how not in steps:
                 steps[way.how] = step_bytes(
@@ -65,7 +68,7 @@ def estimate(args: argparse.Namespace, memory: Memory | None) -> Estimate:
                 raise
             left_out[name] = str(error)  # a loss that is no mean over tokens of a vocabulary
             continue
-        except (RuntimeError, NotImplementedError) as error:
+        except Exception as error:  # of code that others have written, for values
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ConfigurationError(
                 f"a step of {architecture.name} cannot run without values ({reason[:160]}); "
@@ -82,6 +85,18 @@ def estimate(args: argparse.Namespace, memory: Memory | None) -> Estimate:
         needs=needs,
         left_out=left_out,
     )
+
+
+def _architecture(args: argparse.Namespace, adapters: Adapters | None) -> Architecture:
+    try:
+        return Architecture(args.model, args.dtype, adapters)
+    except (ConfigurationError, OSError):
+        raise
+    except Exception as error:  # a model's constructor checks its configuration
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigurationError(
+            f"transformers makes no model of this configuration ({reason[:160]}); correct it"
+        ) from None
 
 
 @contextlib.contextmanager

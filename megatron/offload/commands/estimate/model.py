@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megatron.offload.documents import reading
+from megatron.offload.documents import FAULTS, reading
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.torch.layers import find_layers
 from megatron.offload.packages import check_packages
@@ -124,7 +124,12 @@ def _read(source: str) -> Any:
             raise ConfigurationError(f"{source} has no {_FILE}; {_ADVICE}")
     if path.is_file():
         with reading(f"{path} is no configuration of a model", _ADVICE):
-            return transformers.AutoConfig.from_pretrained(str(path))
+            try:
+                return transformers.AutoConfig.from_pretrained(str(path))
+            except FAULTS:
+                raise
+            except Exception as error:  # of checks that a configuration makes of its own fields
+                raise ValueError(str(error).strip().replace("\n", " ")[:160]) from None
     if path.suffix == ".json" or source.startswith((".", "/", "~")):
         raise ConfigurationError(f"there is no {source}; {_ADVICE}")
     try:
@@ -150,6 +155,11 @@ def _class_of(config: Any) -> Any:
     """The class of a language model: the one that the configuration names, if it has a loss."""
     import transformers
 
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigurationError(
+            f"a {config.model_type} has an encoder and a decoder, and estimate knows causal and "
+            "masked language models; measure it with your script: megatron-offload longest --script"
+        )
     for name in getattr(config, "architectures", None) or []:
         kind = getattr(transformers, name, None)
         if kind is not None and name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM")):

@@ -20,7 +20,7 @@ _SHARED = (
     *("--activation-offload-host-budget", "--activation-offload-verify"),
 )
 _OF_STRATEGIES = (
-    *("--micro-batch-size", "--rampup-batch-size", "--layer-major-units", "--layer-major-order"),
+    *("--micro-batch-size", "--layer-major-units", "--layer-major-order", "--gradient-offload"),
     *("--recompute-granularity", "--recompute-method", "--recompute-num-layers"),
     *("--recompute-modules", "--recompute-activations"),
 )
@@ -68,6 +68,11 @@ class MeasuredCommand:
         ours = {name for name in our_flags() if name.startswith(("--activation-", "--layer-"))}
         replaced = (*LEFT_OUT, *_OF_STRATEGIES, *(ours - {*_SHARED}))
         kept, left_out = without(command.flags, replaced)
+        if args.offload_settings is not None:
+            raise ConfigurationError(
+                "rok gives each strategy flags of its own, and --offload-settings would add to "
+                "them; give the flags themselves"
+            )
         directories = args.activation_offload_dir or ()
         if len(directories) > 1:
             raise ConfigurationError(

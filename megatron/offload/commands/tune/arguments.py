@@ -118,7 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--micro-batches",
         type=_two,
         metavar="N,N",
-        help="two numbers of micro-batches of a step to measure; default: 2,4, in a pipeline once "
+        help="two numbers of micro-batches of a step to measure; default: 2,4, in a pipeline half "
         "and twice its stages",
     )
     measure.add_argument(
@@ -248,9 +248,10 @@ def step_size_of(args: argparse.Namespace, request: Request, tokens_per_sample: 
 
 
 def _counts_of(command: TrainingCommand) -> tuple[int, int]:
-    """With fewer micro-batches than stages, a pipeline keeps less in memory than otherwise."""
-    least = max(2, command.num_stages)
-    return least, 2 * least
+    """With fewer micro-batches than stages, a pipeline keeps less in memory than otherwise: one of
+    two is, or what a micro-batch keeps could not be told from what the stages hold."""
+    stages = command.num_stages
+    return (stages // 2, 2 * stages) if stages > 1 else (2, 4)
 
 
 def _units_of(asked: list[str] | None, command: TrainingCommand) -> tuple[int, ...]:

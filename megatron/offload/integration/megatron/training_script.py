@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import inspect
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -274,7 +275,7 @@ def _refuse_flags(parser: argparse.ArgumentParser, message: str) -> NoReturn:
         known = parser._option_string_actions
         message = "; ".join(f"there is no flag {one}{did_you_mean(one, known)}" for one in unknown)
     raise ConfigurationError(
-        f"{message}; python -m megatron.offload.launch {parser.prog} --help shows all flags"
+        f"{message}; python -m megatron.offload.launch {sys.argv[0]} --help shows all flags"
     )
 
 

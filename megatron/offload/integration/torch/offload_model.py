@@ -145,13 +145,15 @@ def offload(
         gradients: of the layers wait beside their parameters; needs `parameters`, `layer_major`.
         layer_major: `handle.step(micro_batches, loss_of)` runs a step unit by unit, see
             `LayerMajor`; a number: of units, which parameters then move in as well; a dict: of
-            `units` and `order`, as the flags have them.
+            `units` and `order`, as the flags have them (`evaluation` is for the flags alone).
         layers: what counts as a layer, see `offload_activations`.
 
     Raises:
         ConfigurationError: a directory, a setting, the model or the optimizer cannot work; says
             why. Nothing is offloaded then.
     """
+    units, alternates = _steps(layer_major)
+    layer_major, units = bool(layer_major) and units != 0, units or None
     if optimizer_states is None:
         optimizer_states = optimizer is not None
     elif optimizer is None and _moves(optimizer_states):
@@ -163,7 +165,6 @@ def offload(
         )
     if directory is not None and not isinstance(directory, str | os.PathLike):
         directory = list(directory)
-    units, alternates = _steps(layer_major)
     layers = None if layers is None else list(layers)
     handle = Offload()
     try:
@@ -193,12 +194,15 @@ def _moves(settings: Settings) -> bool:
 
 
 def _steps(layer_major: bool | int | Mapping[str, Any]) -> tuple[int | None, bool]:
-    """How many units were asked for, and whether every second one takes the batches backwards."""
+    """How many units were asked for, and whether every second one takes the batches backwards.
+
+    None: each layer is one; 0: steps are as usual.
+    """
     if not isinstance(layer_major, Mapping):
         return None if isinstance(layer_major, bool) else layer_major, False
     with LayerMajorConfig.speaking_of_settings():
         config = LayerMajorConfig.from_settings({"units": "auto", **layer_major})
-    return config.num_units, config.alternates
+    return config.num_units if config.enabled else 0, config.alternates
 
 
 def _settings(settings: Settings, directory: Any) -> dict[str, Any]:
