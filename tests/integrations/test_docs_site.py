@@ -44,6 +44,14 @@ def test_pages_outside_of_docs_are_there() -> None:
     assert all((ROOT / path).is_file() for path in OTHERS)
 
 
+def test_every_page_is_in_the_sites_navigation() -> None:
+    """Also where the site cannot be built: mkdocs would only say so in a log."""
+    _, _, navigation = (ROOT / "tools/docs_site/mkdocs.yml").read_text().partition("\nnav:\n")
+    named = set(re.findall(r"[\w/.-]+\.md\b", navigation))
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert pages - named == set()
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for module in ("mkdocs", "material", "mkdocstrings_handlers"):

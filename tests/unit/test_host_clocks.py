@@ -31,6 +31,7 @@ ALLOWED = {
     "device/cpu.py": "operations that are done when they return: the clock of a CPU",
     "frozen/store.py": "how old a file is",
     "integration/gloo.py": "how long threads may take to fall asleep",
+    "integration/torchrun_report.py": "the date of a report, for torchrun",
     "integration/training_steps.py": "wall time, in which drives wear",
     "planner/profile/pass_trace.py": "the moment at which both clocks meet",
     "activations/stats/memory_sampler.py": "when the host allocates",
