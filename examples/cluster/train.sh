@@ -64,11 +64,12 @@ flags=(
     --accumulate-allreduce-grads-in-fp32
     --use-distributed-optimizer
     --overlap-grad-reduce
-    --overlap-param-gather
     --log-interval 10
     --eval-interval 1000
     --eval-iters 10
 )
+# Parameters that wait on a tier are gathered when their unit is used, not ahead of it.
+[[ " $* " == *" --parameter-offload"[\ =]* ]] || flags+=(--overlap-param-gather)
 
 # --- activations
 OFFLOAD="${OFFLOAD:-ssd}"

@@ -249,6 +249,22 @@ def test_a_megatron_lm_checkout_gets_the_same_flags_through_the_launcher() -> No
         assert trainer_of(checkout)[1] == trainer_of(bundled)[1] + more
 
 
+@pytest.mark.parametrize(
+    ("own", "gathers_ahead"),
+    [
+        ((), True),
+        (("--parameter-offload", "ssd"), False),
+        (("--parameter-offload=ssd",), False),
+        (("--parameter-offload-dir", "/nvme0"), True),
+    ],
+)
+def test_parameters_on_a_tier_are_not_gathered_ahead(
+    own: tuple[str, ...], gathers_ahead: bool
+) -> None:
+    command = command_of(ROOT / "examples/gpt/345m.sh", *own)
+    assert ("--overlap-param-gather" in command) == gathers_ahead
+
+
 def test_environment_becomes_flags_and_flags_come_last(tmp_path: Path) -> None:
     settings = ROOT / "examples" / "gpt" / "345m.sh"
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7\n")
