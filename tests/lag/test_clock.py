@@ -313,10 +313,11 @@ def test_nothing_waits_for_the_device_to_write_a_metrics_file(
             for _ in range(3):
                 model(torch.ones(8, device="lag")).backward()
             assert file.read_text() == ""
-        lag.synchronize()
-        model(torch.ones(8, device="lag")).backward()
-        assert len(file.read_text().splitlines()) == 3
-    assert len(file.read_text().splitlines()) == 4
+        for _ in range(2):  # the third step ends where the fourth begins
+            lag.synchronize()
+            model(torch.ones(8, device="lag")).backward()
+        assert len(file.read_text().splitlines()) >= 3
+    assert len(file.read_text().splitlines()) == 5
 
 
 # -- A plan ---------------------------------------------------------------------------------------

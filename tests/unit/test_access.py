@@ -86,11 +86,12 @@ def in_thread(call: Any) -> threading.Thread:
 
 @pytest.mark.parametrize("num_bytes", [1, 511, 512, 5000, 3 * PAGE + 7])
 @pytest.mark.parametrize("alignment", [Alignment(512, 512), Alignment(PAGE, PAGE)], ids=str)
-@pytest.mark.parametrize("in_pages", [False, True])
-def test_edges_and_body_come_back_each_in_its_place(
-    num_bytes: int, alignment: Alignment, in_pages: bool
-) -> None:
-    access = InPlace(alignment, in_pages=in_pages)
+def test_edges_and_body_come_back_each_in_its_place(num_bytes: int, alignment: Alignment) -> None:
+    for in_pages in (False, True):
+        _edges_and_body_come_back(InPlace(alignment, in_pages=in_pages), num_bytes, alignment)
+
+
+def _edges_and_body_come_back(access: InPlace, num_bytes: int, alignment: Alignment) -> None:
     source = aligned_storage(num_bytes, 192, alignment)  # has a head
     fill_with_anything(source)
     view = access.for_writing(source, None)
