@@ -77,7 +77,6 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     config = config_of(args.model, args)
     model: Any = transformers.AutoModelForCausalLM.from_config(config).train()
-    model.config.use_cache = False
     if args.model == "llama-lora":
         import peft
 

@@ -82,7 +82,6 @@ class Architecture:
         with torch.device("meta"):
             model = kind(config)
         model.to(self._dtype)
-        model.config.use_cache = False
         if self._adapters is not None:
             model = _adapted(model, self._adapters)
         return model.train()
