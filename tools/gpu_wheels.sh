@@ -13,9 +13,10 @@ set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 MOST_MIB=64
-# msgspec: the package itself. megatron-core: gpu_check. trl, liger-kernel: what ours is compared with.
+# msgspec: the package itself. megatron-core: gpu_check. trl, liger-kernel: what ours is compared with. kvikio and what
+# it needs, for CUDA 13: io="gds"; cuFile and CuPy have to be there.
 PINNED=(msgspec megatron-core trl)
-OTHERS=(liger-kernel==0.8.0)
+OTHERS=(liger-kernel==0.8.0 kvikio-cu13==26.10.0 libkvikio-cu13==26.10.0 rapids-logger==0.3.0)
 
 fail() {
     printf 'gpu_wheels: error: %s\n' "$*" >&2

@@ -12,7 +12,7 @@ import gc
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -25,11 +25,12 @@ from check.gpu_day.ways import start_process_group
 from megatron.offload import LayerMajor, offload_activations, offload_optimizer, offload_parameters
 from megatron.offload.machine import vector_math
 from megatron.offload.parameters.weight_codec import CODECS
+from megatron.offload.tiers.gds_status import gds_status
 
 Note = Callable[[dict[str, Any]], None]
 _NUM_STEPS, _MICRO_BATCHES = 3, 2
 # Their backward passes repeat themselves where torch is told to; the others' add in any order.
-_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
@@ -41,18 +42,20 @@ class Door:
         settings: more of them.
         states: of `offload_optimizer`.
         parameters: of `offload_parameters`.
+        gradients: wait beside their parameters.
         layer_major: steps run unit by unit.
         trainer: transformers' Trainer trains, and `OffloadCallback` is the door.
         tiled: MLPs run over tiles of tokens, in the training without as well.
         codec: of `offload_parameters`; the training without rounds the same weights in memory.
-        model: `compiled`, `reduce-overhead`, `checkpointing`, `fsdp2` or `adapters`: with the door
-            and without.
+        model: `compiled`, `reduce-overhead`, `checkpointing`, `ddp`, `fsdp2` or `adapters`: with
+            the door and without.
     """
 
     activations: str | None = None
     settings: dict[str, Any] | None = None
     states: str | None = None
     parameters: str | None = None
+    gradients: bool = False
     layer_major: bool = False
     trainer: bool = False
     tiled: bool = False
@@ -70,6 +73,7 @@ _IN_BOTH = ("trainer", "tiled", "codec", "model")
 DOORS: dict[str, Door] = {
     "activations on host": Door("host", {"replay": "off"}),
     "activations on ssd": Door("ssd", {"replay": "off"}),
+    "activations on ssd by kvikio": Door("ssd", {"replay": "off", "io": "gds"}),
     "activations on both": Door("tiered", {"replay": "off"}),
     "replay": Door("keep"),
     "replay and activations on host": Door("host"),
@@ -87,8 +91,12 @@ DOORS: dict[str, Door] = {
     "everything on ssd in layer-major steps": Door(
         "ssd", states="ssd", parameters="ssd", layer_major=True
     ),
+    "everything and gradients on host in layer-major steps": Door(
+        "host", states="host", parameters="host", gradients=True, layer_major=True
+    ),
     "Trainer": Door("host", states="host", trainer=True),
     "checkpointing and activations on host": Door("host", model="checkpointing"),
+    "DDP and activations on host": Door("host", model="ddp"),
     "FSDP2 and activations on host": Door("host", model="fsdp2"),
     "torch.compile and activations on host": Door("host", {"replay": "off"}, model="compiled"),
     "activations on host inside of compiled graphs": Door(
@@ -111,9 +119,13 @@ def compare(settings: Settings, note: Note, *, door: str) -> dict[str, Any]:
     wanted = DOORS[door]
     if wanted.model == "reduce-overhead" and not settings.on_gpu:
         raise Skip("graphs that torch.compile captures need a GPU")
+    if (wanted.settings or {}).get("io") == "gds":
+        status = gds_status(has_gpu=settings.on_gpu)
+        if not status.available:
+            raise Skip(str(status))
     vector_math.first_call()
     shape = settings.shape("bits")
-    with deterministic(), sdpa_kernel(_ATTENTION):
+    with deterministic(), sdpa_kernel(ATTENTION):
         reference, _ = _train(wanted.without, shape, settings)
         again, _ = _train(wanted.without, shape, settings)
         repeats = first_difference(reference, again)
@@ -171,7 +183,8 @@ def _with_loop(
         parameters = None
         if door.parameters is not None:
             where = _where(door.parameters, settings)
-            parameters = offload_parameters(plain, codec=door.codec, **where)
+            gradients: Literal["off", "on"] = "on" if door.gradients else "off"
+            parameters = offload_parameters(plain, codec=door.codec, gradients=gradients, **where)
             handles.enter_context(parameters)
         trained = [param for param in model.parameters() if param.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
@@ -241,6 +254,9 @@ def _check_moved(door: Door, moved: dict[str, Any]) -> None:
 def _wrapped(model: Any, name: str, settings: Settings) -> Any:
     if name == "checkpointing":
         model.gradient_checkpointing_enable()
+    elif name == "ddp":
+        start_process_group(settings)
+        return torch.nn.parallel.DistributedDataParallel(model)
     elif name == "fsdp2":
         start_process_group(settings)
         from torch.distributed.device_mesh import init_device_mesh

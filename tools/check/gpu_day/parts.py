@@ -199,6 +199,22 @@ def _long(settings: Settings) -> list[Job]:
     ]
 
 
+def _forward(settings: Settings) -> list[Job]:
+    places = [
+        Job(
+            f"forward/evaluation, parameters on {place}",
+            f"{_HERE}.forward:evaluation",
+            120,
+            {"place": place},
+        )
+        for place in ("device", "host", "ssd")
+    ]
+    return [
+        *places,
+        Job("forward/features of frozen layers", f"{_HERE}.forward:features", 120),
+    ]
+
+
 def _loss(settings: Settings) -> list[Job]:
     return [Job("loss/Llama-3's vocabulary", f"{_HERE}.commands:loss_bench", 150)]
 
@@ -219,6 +235,10 @@ PARTS: dict[str, tuple[str, Callable[[Settings], list[Job]]]] = {
         _rok,
     ),
     "long": ("one sequence of 32768 and 65536 tokens, from all stays to tiles", _long),
+    "forward": (
+        "Llama-3 8B evaluates unit by unit; epochs with what its frozen layers gave",
+        _forward,
+    ),
     "loss": ("output layer and loss at Llama-3's vocabulary", _loss),
 }
 

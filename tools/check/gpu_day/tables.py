@@ -36,6 +36,7 @@ def page(day: Day) -> str:
         "Timeline": _timeline,
         "Recompute, offload, keep": lambda day: _trainings(day.of("rok")),
         "Long sequences": lambda day: _trainings(day.of("long")),
+        "Forward passes": _forward,
         "Loss": _loss,
     }.items():
         if text := section(day):
@@ -171,6 +172,21 @@ def _timeline(day: Day) -> str:
     return _table(heads, rows)
 
 
+def _forward(day: Day) -> str:
+    """Seconds of a batch or an epoch; what both ways gave is the same, or the job has failed."""
+    rows = []
+    for name, result in day.of("forward").items():
+        for way in ("loop", "evaluate"):
+            if (one := result.found.get(way)) is not None:
+                sizes = [_size(one[f"{key}_bytes"]) for key in ("read", "base", "peak")]
+                rows.append([f"{name}: {way}", str(one["batches"]), _cell(one["batch_s"]), *sizes])
+        for way in ("without", "with"):
+            for number, one in enumerate(result.found.get(way, []), 1):
+                rows.append([f"{name}, epoch {number} {way}", "-", _cell(one["seconds"]), *"---"])
+    heads = ["what", "batches", "s of each", "read", "memory before", "peak"]
+    return _table(heads, rows)
+
+
 def _loss(day: Day) -> str:
     rows = []
     for result in day.of("loss").values():
@@ -212,7 +228,7 @@ def in_words(result: Result) -> str:
             f"step {found['step_s']:.4f} s, {found['tokens_per_s']:,.0f} tokens/s, "
             f"{found['TFLOP_per_s']:.4g} TFLOP/s, peak {format_size(peak)}"
         )
-    if found.get("identical"):
+    if found.get("identical") and "tensors" in found:
         return f"identical, {found['tensors']} tensors"
     figures = [f"{name} {_cell(value)}" for name, value in _flat(found) if len(str(value)) < 60]
     return ("; ".join(figures) or OK)[:240]

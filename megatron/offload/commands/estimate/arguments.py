@@ -37,6 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sequence", type=count, default=2048, metavar="N", help="tokens of each; default: 2048"
     )
     parser.add_argument(
+        "--micro-batches",
+        type=count,
+        default=1,
+        metavar="N",
+        help="of an optimizer step (gradient accumulation): from two on gradients are in memory "
+        "all along; default: 1",
+    )
+    parser.add_argument(
         "--dtype",
         choices=("bf16", "fp32"),
         default="bf16",

@@ -50,7 +50,7 @@ def estimate(args: argparse.Namespace, memory: Memory | None) -> Estimate:
         adapters = Adapters(args.lora, _targets(args.lora_targets))
     architecture = _architecture(args, adapters)
     on_cpu = memory is not None and memory.on_cpu
-    training = Training(args.optimizer, on_cpu, args.to, args.gpus)
+    training = Training(args.optimizer, on_cpu, args.to, args.gpus, args.micro_batches)
     steps: dict[Pass, StepBytes] = {}
     needs: dict[str, Need] = {}
     left_out: dict[str, str] = {}
@@ -61,7 +61,12 @@ def estimate(args: argparse.Namespace, memory: Memory | None) -> Estimate:
         try:
             if way.how not in steps:
                 steps[way.how] = step_bytes(
-                    architecture, args.batch, args.sequence, way.how, on_cpu=on_cpu
+                    architecture,
+                    args.batch,
+                    args.sequence,
+                    way.how,
+                    on_cpu=on_cpu,
+                    accumulates=args.micro_batches > 1,
                 )
         except ConfigurationError as error:
             if not way.how.chunks_loss:

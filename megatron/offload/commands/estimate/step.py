@@ -17,20 +17,17 @@ of them. Layers in the middle lie between those at the ends.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from megatron.offload.activations.saved.norms import Norms
 from megatron.offload.commands.estimate.like_device import LikeDevice
 from megatron.offload.commands.estimate.live_bytes import Kind, LiveBytes
 from megatron.offload.commands.estimate.model import Architecture
 from megatron.offload.commands.estimate.saved import KEEP, SavedBytes
-from megatron.offload.integration.own_attributes import replaced
 from megatron.offload.integration.torch.causal_lm_loss import chunked_losses
 from megatron.offload.integration.torch.layers import find_layers, params_outside
 from megatron.offload.ops.chunked_logits import chunk_tokens_for
@@ -104,6 +101,7 @@ def step_bytes(
     *,
     min_bytes: int = MIB,
     on_cpu: bool = False,
+    accumulates: bool = False,
     whole: bool = False,
 ) -> StepBytes:
     """What a step of the whole model takes.
@@ -115,12 +113,16 @@ def step_bytes(
         how: its activations are treated.
         min_bytes: smaller storages stay.
         on_cpu: as a CPU computes it, else as a GPU.
+        accumulates: gradients of a micro-batch before are there, and this one's are added.
         whole: all layers run, also where fewer could stand for them.
     """
 
     def run(num_layers: int | None) -> StepBytes:
         model = architecture.make(num_layers)
         inputs = architecture.inputs(batch, sequence)
+        if accumulates:
+            for one in model.parameters():
+                one.grad = torch.empty_like(one) if one.requires_grad else None
         return _run(model, inputs, how, min_bytes=min_bytes, on_cpu=on_cpu)
 
     if whole or not architecture.layers_are_alike or architecture.num_layers <= _LONGER:
@@ -152,6 +154,8 @@ def _run(
     live = LiveBytes()
     for one in model.parameters():
         live.add(one, Kind.PARAMETERS)
+        if one.grad is not None:
+            live.add(one.grad, Kind.GRADIENTS)
     for one in (*model.buffers(), *inputs.values()):
         live.add(one, Kind.WORKING)
     norms = Norms()
@@ -161,7 +165,9 @@ def _run(
         live, how.treatment, stationary, norms.eps_of, min_bytes=min_bytes, on_cpu=on_cpu
     )
     device = LikeDevice("cpu" if on_cpu else "gpu")
-    phases = _Phases(model, layers, live, saved, device, checkpoints=how.checkpoints)
+    phases = _Phases(model, layers, live, saved)
+    if how.checkpoints:
+        _checkpoint(model, device)
     with live, device, phases:
         live.phase = _BEFORE
         with saved:
@@ -211,6 +217,15 @@ def _sizes(model: Any, layers: Sequence[torch.nn.Module]) -> StepBytes:
     )
 
 
+def _checkpoint(model: Any, device: LikeDevice) -> None:
+    """Turns on transformers' gradient checkpointing, which takes the cache away from layers."""
+
+    def contexts() -> tuple[Any, Any]:  # of forward and of backward, where autograd leaves modes
+        return contextlib.nullcontext(), device
+
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+
+
 class _Phases:
     """Tells what counts which phase of the step runs, while it is entered."""
 
@@ -220,14 +235,8 @@ class _Phases:
         layers: Sequence[torch.nn.Module],
         live: LiveBytes,
         saved: SavedBytes,
-        device: LikeDevice,
-        *,
-        checkpoints: bool,
     ) -> None:
         self.in_backward = False
-        self._device = device
-        self._checkpoints = checkpoints
-        self._replaced = contextlib.ExitStack()
         self._live, self._saved = live, saved
         self._num_layers = len(layers)
         self._model = model
@@ -239,28 +248,14 @@ class _Phases:
             begin, end = self._hooks_of(number)
             self._hooks.append(layer.register_forward_pre_hook(begin))
             self._hooks.append(layer.register_forward_hook(end))
-            run = functools.partial(self._run, layer.forward)
-            self._replaced.enter_context(replaced(layer, forward=run))
         for one in self._model.parameters():
             if one.requires_grad:
                 self._hooks.append(one.register_post_accumulate_grad_hook(self._has_gradient))
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._replaced.close()
         for one in self._hooks:
             one.remove()
-
-    def _run(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """A layer's forward, which runs again in backward if it is checkpointed."""
-        if not self._checkpoints or self.in_backward:
-            return forward(*args, **kwargs)
-        run = functools.partial(self._run_on_device, forward)
-        return checkpoint(run, *args, use_reentrant=False, **kwargs)
-
-    def _run_on_device(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._device:  # autograd leaves the modes of functions in backward
-            return forward(*args, **kwargs)
 
     def _hooks_of(self, number: int) -> tuple[Any, Any]:
         place = self._place(number)

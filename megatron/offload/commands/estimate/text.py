@@ -67,11 +67,13 @@ def _heading(found: Estimate) -> str:
     trained = ""
     if asked["lora"] is not None:
         trained = f", {format_size(step.trained)} of them trained (LoRA of rank {asked['lora']})"
+    micro_batches = found.training.micro_batches
+    times = "" if micro_batches == 1 else f"{micro_batches} micro-batches of "
     gpus = "" if found.training.gpus == 1 else f", divided over {found.training.gpus} GPUs"
     return (
         f"{found.name}: {found.num_layers} layers, {format_size(step.parameters)} of parameters in "
         f"{asked['dtype']}{trained}\n"
-        f"{asked['batch']} x {asked['sequence']} tokens, {asked['optimizer']}{gpus}; sizes are of "
+        f"{times}{asked['batch']} x {asked['sequence']} tokens, {asked['optimizer']}{gpus}; sizes are of "
         "one GPU"
     )
 
@@ -211,7 +213,7 @@ def as_json(found: Estimate) -> str:
         "layers": found.num_layers,
         "settings": {
             name: found.asked[name]
-            for name in ("batch", "sequence", "dtype", "lora", "lora_targets", "optimizer")
+            for name in ("batch", "sequence", "micro_batches", "dtype", "lora", "lora_targets", "optimizer")
         }
         | {"gpus": found.training.gpus, "to": found.training.tier},
         "hardware": None

@@ -111,6 +111,7 @@ class Training:
         on_cpu: a CPU computes.
         tier: that things move to: `ssd` or `host`.
         gpus: that share parameters, gradients and states (FSDP2, each layer a unit).
+        micro_batches: of an optimizer step, whose gradients are added.
         window_bytes, bucket_bytes: settings of optimizer states.
     """
 
@@ -118,6 +119,7 @@ class Training:
     on_cpu: bool = False
     tier: str = "ssd"
     gpus: int = 1
+    micro_batches: int = 1
     window_bytes: int = DEFAULT_WINDOW_BYTES
     bucket_bytes: int = _BUCKET_BYTES
 
@@ -152,7 +154,7 @@ def need_of(way: Way, step: StepBytes, training: Training) -> Need:
 
     Args:
         way: what moves.
-        step: made with `way.how`.
+        step: a micro-batch, made with `way.how`; it accumulates where the training has several.
         training: all else.
     """
     shares = training.gpus
@@ -170,13 +172,20 @@ def need_of(way: Way, step: StepBytes, training: Training) -> Need:
     staged = 0.0
     if is_ssd and not training.on_cpu:
         staged = window + (min(_POOL_BYTES, step.moved) if step.moved else 0)
+    activations = training.micro_batches * step.moved
+    passes = 2 * (1 if way.gradients_move else training.micro_batches)  # that read parameters
     return Need(
         phase=phase,
         kinds=phases[phase],
         host=staged if is_ssd else away,
         ssd=away if is_ssd else 0.0,
-        written=step.moved + moved_states - window + trained_of_layers + gradients,
-        read=step.moved + moved_states - window + 2 * of_layers + trained_of_layers + gradients,
+        written=activations + moved_states - window + trained_of_layers + gradients,
+        read=activations
+        + moved_states
+        - window
+        + passes * of_layers
+        + trained_of_layers
+        + gradients,
     )
 
 
