@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Digests of what goes into a frozen part: rows of tensors, weights, what else changes bits.
 
-The bytes of tensors by XXH3 of 128 bits; a key, which is made of several of these, by BLAKE2b of 160.
-Two inputs do not meet by accident. XXH3 reads about thirty times as many bytes a second, and a pass
+The bytes of tensors by XXH3 of 128 bits; a key, which is made of several of these, by BLAKE2b:
+two inputs do not meet by accident. XXH3 reads about thirty times as many bytes a second, and a pass
 waits for it. Tensors on an accelerator are copied to the host first, which waits for the device.
 """
 

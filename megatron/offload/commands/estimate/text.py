@@ -73,8 +73,8 @@ def _heading(found: Estimate) -> str:
     return (
         f"{found.name}: {found.num_layers} layers, {format_size(step.parameters)} of parameters in "
         f"{asked['dtype']}{trained}\n"
-        f"{times}{asked['batch']} x {asked['sequence']} tokens, {asked['optimizer']}{gpus}; sizes are of "
-        "one GPU"
+        f"{times}{asked['batch']} x {asked['sequence']} tokens, {asked['optimizer']}{gpus}; sizes "
+        "are of one GPU"
     )
 
 
@@ -213,7 +213,10 @@ def as_json(found: Estimate) -> str:
         "layers": found.num_layers,
         "settings": {
             name: found.asked[name]
-            for name in ("batch", "sequence", "micro_batches", "dtype", "lora", "lora_targets", "optimizer")
+            for name in (
+                *("batch", "sequence", "micro_batches", "dtype"),
+                *("lora", "lora_targets", "optimizer"),
+            )
         }
         | {"gpus": found.training.gpus, "to": found.training.tier},
         "hardware": None
