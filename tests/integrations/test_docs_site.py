@@ -78,7 +78,7 @@ def test_every_page_is_there_and_the_first_is_the_readme(site: Path) -> None:
         folder = name.parent if name.name == "README" else name
         assert (site / folder / "index.html").is_file(), page
     first = (site / "index.html").read_text()
-    assert 'href="integrations/"' in first and 'src="results/speed-and-memory.png"' in first
+    assert 'href="integrations/"' in first and 'src="results/gpu/speed-and-memory.png"' in first
     assert not re.search(r'href="[^":]*\.(md|py|sh)["#]', first)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tools/check/estimate_against_runs.py`: it trains, measures and compares."""
+"""`estimate_against_runs.py` trains and compares, `estimate_against_gpu.py` compares with GPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from check import estimate_against_runs
+from check import estimate_against_gpu, estimate_against_runs
+
+_GPUS = Path(__file__).resolve().parents[2] / "docs/results/gpu"
 
 
 @pytest.mark.slow
@@ -40,3 +42,21 @@ def test_a_model_that_is_not_known_is_refused(
     with pytest.raises(SystemExit):
         estimate_against_runs.main()
     assert "unknown: nope" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("gpu", "least"), [("h100", 25), ("h200", 5)])
+def test_estimates_are_within_a_tenth_of_what_gpus_took(gpu: str, least: int) -> None:
+    """Each training that gpu_day.py measured and `estimate` knows."""
+    day = json.loads((_GPUS / gpu / "results.json").read_text())
+    found = list(estimate_against_gpu.compare(day))
+    assert len(found) >= least
+    assert not [one for one in found if abs(one.error) > 0.1]
+
+
+def test_a_day_without_such_a_training_is_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps({"machine": "one", "results": {}}))
+    assert estimate_against_gpu.main([str(path)]) == 2
+    assert "has no training that estimate knows" in capsys.readouterr().err

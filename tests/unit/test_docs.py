@@ -136,6 +136,8 @@ COMMANDS: tuple[tuple[str, str], ...] = (
      "tests/unit/test_estimate.py::test_the_tables_are_within_100_columns_and_the_file_has_all"),
     (r"tools/check/estimate_against_runs\.py",
      "tests/unit/test_check_estimate.py::test_a_training_takes_what_is_estimated"),
+    (r"tools/check/estimate_against_gpu\.py",
+     "tests/unit/test_check_estimate.py::test_estimates_are_within_a_tenth_of_what_gpus_took"),
     (r"megatron-offload longest --hardware",
      "tests/unit/test_longest.py::test_each_step_against_memory_makes_more_fit_on_a_gpu"),
     (r"megatron-offload longest",
@@ -180,6 +182,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
      "test_a_family_trains_the_same_or_is_refused"),
     (r"tools/bench/loss\.py", "tests/unit/test_bench_loss.py::test_a_small_measurement"),
     (r"tools/plot/losses\.py", "tests/unit/test_bench_loss.py::test_two_trainings_are_drawn"),
+    (r"tools/plot/gpu\.py", "tests/unit/test_docs.py::test_the_picture_of_gpus_can_be_drawn"),
     (r"tools/plot/placements\.py", "tests/unit/test_docs.py::test_the_picture_can_be_drawn"),
     (r"tools/apply_patches\.py",
      "tests/unit/test_apply_patches.py::"
@@ -465,6 +468,22 @@ def test_the_picture_can_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     _put_back_at_the_end(monkeypatch)
     assert _main_of(tool, [*results, "--output", str(tmp_path / "a.png")])() == 0
     assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+def test_the_picture_of_gpus_can_be_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = [str(ROOT / f"docs/results/gpu/{one}/results.json") for one in ("h100", "h200")]
+    tool = ROOT / "tools/plot/gpu.py"
+    _put_back_at_the_end(monkeypatch)
+    picture = tmp_path / "gpus.svg"
+    assert _main_of(tool, [*results, "--output", str(picture)])() == 0
+    drawn = picture.read_text()
+    assert drawn.count("<!-- gradient checkpointing -->") == 2 == drawn.count("<!-- auto -->")
+    wrong = str(ROOT / "docs/results/frozen.json")
+    with pytest.raises(SystemExit):
+        _main_of(tool, [wrong, "--output", str(picture)])()
+    assert "is no result of gpu_day.py" in capsys.readouterr().err
 
 
 def test_python_in_the_docs_compiles_and_imports_what_is_there() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -149,6 +150,9 @@ def test_a_tier_that_is_slower_is_more_urgent_than_one_that_is_faster(
 def test_a_budget_is_exceeded_by_more_than_what_cannot_be_measured(drift: Drift) -> None:
     assert found(drift, Reason.OVER, [step(peak_mib=203)]) == [""]
     assert "more than the budget" in found(drift, Reason.OVER, [step(peak_mib=205)])[0]
+    drift.follow(dataclasses.replace(EXPECTED, on_host=False))  # bytes are counted there
+    assert found(drift, Reason.OVER, [step(peak_mib=200.9)]) == [""]
+    assert "more than the budget" in found(drift, Reason.OVER, [step(peak_mib=201.1)])[0]
 
 
 def test_a_new_plan_starts_without_reasons(drift: Drift) -> None:

@@ -203,12 +203,17 @@ def test_checkpointing_and_a_chunked_loss_take_less() -> None:
     assert again.kept < plain.kept / 2 and chunked.kept < plain.kept
 
 
-def test_the_peak_is_that_of_a_real_step() -> None:
+@pytest.mark.parametrize("how", ["plain", "checkpoints", "accumulates"])
+def test_the_peak_is_that_of_a_real_step(how: str) -> None:
     """What torch's profiler says of its allocator: workspaces of operations count there too."""
     torch.manual_seed(0)
+    checkpoints, accumulates = how == "checkpoints", how == "accumulates"
     model, inputs = real_model("llama"), tokens()
+    if checkpoints:
+        model.gradient_checkpointing_enable()
     model(**inputs).loss.backward()
-    model.zero_grad()
+    if not accumulates:
+        model.zero_grad()
     gc.collect()
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
@@ -219,8 +224,16 @@ def test_the_peak_is_that_of_a_real_step() -> None:
         if event.name() == "[memory]":
             taken += event.nbytes()
             most = max(most, taken)
-    found = step_bytes(architecture_of("llama"), BATCH, SEQUENCE, on_cpu=True)
+    found = step_bytes(
+        architecture_of("llama"),
+        BATCH,
+        SEQUENCE,
+        Pass(checkpoints=checkpoints),
+        on_cpu=True,
+        accumulates=accumulates,
+    )
     own = found.parameters + found.buffers + sum(one.nbytes for one in inputs.values()) / 2
+    own += found.trained if accumulates else 0.0
     said = sum(found.peak()[1].values()) - own
     assert said == pytest.approx(most, rel=0.02)
 
@@ -274,6 +287,43 @@ def test_what_moves_is_on_its_tier() -> None:
     # 200 bytes outside of layers and two layers; half of what moves is on its way.
     assert last.phase == "backward" and last.device == 2 * (200 + 2 * 200) + 20 + 20
     assert last.ssd == need.ssd + 800
+
+
+def test_micro_batches_write_activations_and_read_parameters_so_many_times() -> None:
+    once = need_of(WAYS["parameters"], step_by_hand(40.0), Training())
+    four = need_of(WAYS["parameters"], step_by_hand(40.0), Training(micro_batches=4))
+    assert four.written == once.written + 3 * 40
+    assert four.read == once.read + 3 * (40 + 2 * 800)
+    one, several = (
+        need_of(WAYS["gradients"], step_by_hand(40.0), Training(micro_batches=number))
+        for number in (1, 4)
+    )
+    assert several.read == one.read + 3 * 40  # a layer-major step reads parameters twice
+
+
+def test_gradients_of_an_earlier_micro_batch_are_there_all_along(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = []
+    for number in ("1", "2"):
+        path = folder / f"{number}.json"
+        flags = [
+            "--sequence",
+            "2048",
+            "--batch",
+            "8",
+            "--micro-batches",
+            number,
+            "--json",
+            str(path),
+        ]
+        assert cli.main(["estimate", str(folder), *flags]) == 0
+        found.append(json.loads(path.read_text()))
+    assert "2 micro-batches of 8 x 2048 tokens" in capsys.readouterr().out
+    one, two = (each["ways"]["plain"] for each in found)
+    assert one["peak_in"] == two["peak_in"] == "output layer and loss"
+    assert two["device_bytes"] == one["device_bytes"] + found[0]["trained_bytes"]
+    assert found[1]["settings"]["micro_batches"] == 2
 
 
 def test_states_on_an_ssd_leave_three_buckets_or_on_a_cpu_a_window() -> None:

@@ -19,6 +19,7 @@ from megatron.offload.planner.profile.stage_profile import TierProfile, tokens_o
 from megatron.offload.sizes import MIB, format_size
 
 OVER_BUDGET = 1.02  # a resident set is known to a page or so, and the allocator rounds
+_OVER_BUDGET_OF_DEVICE = 1.005  # an accelerator's allocator counts to the byte
 JUDGED_STEPS = 8  # for the time of a step: fewer may be those of a slow moment
 _OTHER_TIME = 0.1  # of the predicted step, up or down, in the median of these
 _STALLED = 0.1  # of the predicted step, beyond the predicted stall
@@ -86,12 +87,14 @@ class Expectation:
         tiers: as this rank has measured them for it; the plan counts on the mean of a group, in
             which drives may differ.
         budget_bytes: that the plan keeps to; None: no budget.
+        on_host: a resident set is measured, else what an accelerator's allocator has given out.
     """
 
     predicted: Prediction
     sizes: Mapping[str, int]
     tiers: Sequence[TierProfile]
     budget_bytes: int | None
+    on_host: bool = True
 
 
 class Drift:
@@ -188,7 +191,8 @@ class Drift:
 
 def _over_budget(step: MeasuredStep, expected: Expectation) -> str:
     budget_bytes = expected.budget_bytes
-    if budget_bytes is None or step.peak_bytes <= budget_bytes * OVER_BUDGET:
+    most = OVER_BUDGET if expected.on_host else _OVER_BUDGET_OF_DEVICE
+    if budget_bytes is None or step.peak_bytes <= budget_bytes * most:
         return ""
     return (
         f"activations took {format_size(step.peak_bytes)}, more than the budget of "

@@ -281,7 +281,8 @@ class Planner:
         expected = None
         if self.profile is not None and plan.predicted is not None:
             sizes, budget_bytes = self.profile.sizes, self._budget.num_bytes
-            expected = Expectation(plan.predicted, sizes, self._own_tiers, budget_bytes)
+            on_host = self._device.is_host
+            expected = Expectation(plan.predicted, sizes, self._own_tiers, budget_bytes, on_host)
         self._drift.follow(expected)
 
     # -- Profiles -------------------------------------------------------------------------------
