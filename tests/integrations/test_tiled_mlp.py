@@ -18,6 +18,7 @@ from tests.support.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
+from megatron.offload.integration import tiled_mlps  # noqa: E402
 from megatron.offload.integration.huggingface import OffloadCallback  # noqa: E402
 from megatron.offload.integration.torch.measured_run import MeasuredRun  # noqa: E402
 
@@ -143,7 +144,84 @@ def test_activations_are_few_then() -> None:
 
     wide = 4 * 80 * SIZES["intermediate_size"]
     more = 4 * wide  # in each layer: gate, its function, up and their product
-    assert saved("off") - saved(TILE) == SIZES["num_hidden_layers"] * more
+    of_norms = 5 * 4 * 80 * (SIZES["hidden_size"] + 1)  # what they divide, and by what
+    assert saved("off") - saved(TILE) == SIZES["num_hidden_layers"] * more + of_norms
+
+
+def rows_of_norms(model: Any) -> list[int]:
+    """Tokens of each call of the last norm, from now on."""
+    seen: list[int] = []
+    own = model.model.norm.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x.shape[1])
+        return own(x)  # type: ignore[no-any-return]
+
+    model.model.norm.forward = forward
+    return seen
+
+
+def test_a_norm_runs_in_tiles_forward_and_again_in_backward() -> None:
+    model = make("Llama")
+    seen = rows_of_norms(model)
+    passes(model, 20)
+    assert seen[2:] == [20] * 8, "behind the two calls that try it"
+    seen.clear()
+    handle = model.model.norm.weight.register_hook(lambda grad: grad)  # would see each tile's
+    passes(model, 20)
+    assert seen == [40], "a batch of two in one piece"
+    handle.remove()
+
+
+def test_norms_of_heads_have_tiles_of_as_many_values() -> None:
+    model = make("Qwen3")
+    seen: list[int] = []
+    norm = model.model.layers[0].self_attn.q_norm
+    own = norm.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x.numel())
+        return own(x)  # type: ignore[no-any-return]
+
+    norm.forward = forward
+    passes(model, 20)
+    assert seen[2:] == [20 * SIZES["hidden_size"]] * 8
+
+
+def test_results_of_norms_in_tiles_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def moved() -> int:
+        model = make("Llama")
+        tokens = torch.zeros(2, 40, dtype=torch.long)
+        settings: dict[str, Any] = {"host_budget": "64MiB", "min_bytes": 1024, "tiled_mlp": TILE}
+        with offload_activations(model, mode="host", **settings) as offload:
+            for _ in range(3):  # the first ones compare
+                model(input_ids=tokens, labels=tokens).loss.backward()
+        return int(offload.statistics["offloaded_bytes"])
+
+    with_tiles = moved()
+    monkeypatch.setattr(tiled_mlps, "_norms", lambda model: iter(()))
+    assert with_tiles == moved()
+
+
+def test_a_norm_that_runs_again_has_the_weights_of_forward() -> None:
+    model = make("Llama")
+    with offload_activations(
+        model, mode="keep", min_bytes=1024, tiled_mlp=TILE, host_budget="64MiB"
+    ):
+        tokens = torch.randint(0, 97, (2, 40))
+        alone = model(input_ids=tokens, labels=tokens).loss
+        alone.backward()
+        wanted = model.model.layers[1].self_attn.q_proj.weight.grad.clone()
+        model.zero_grad()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        weight = model.model.layers[1].input_layernorm.weight
+        kept = weight.detach().clone()
+        weight.data.mul_(3.0)  # not counted by torch, as an optimizer on another tier does it
+        try:
+            loss.backward()
+        finally:
+            weight.data.copy_(kept)
+    assert torch.equal(model.model.layers[1].self_attn.q_proj.weight.grad, wanted)
 
 
 def trained(params: bool = False, mode: str = "off", **settings: Any) -> torch.Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MLPs of models, over tiles of tokens: `TiledMlps`, for the setting `tiled_mlp`.
+"""The MLPs of models and their norms, over tiles of tokens: `TiledMlps`, for `tiled_mlp`.
 
 The door makes one. It finds MLPs by their names and by what they are made of, and takes the place
 of their `forward` in training; it refuses what its trial shows to be none. Then
@@ -10,6 +10,12 @@ A module that the model calls `mlp` or the like, of which everything that has pa
 layer or a norm over the last dimension, and two linear layers at least. So every token is by
 itself, and a tile gives what the whole gives. To be sure, the first tokens that a module sees are
 computed once with the tokens behind them and once without.
+
+Note [Norms]
+A norm that a model writes in Python, as the RMS norms of transformers are, makes up to seven fp32
+tensors of all tokens in backward: with MLPs over tiles they are the peak of a layer that runs
+again. They run over tiles of as many values; one that cannot is left as it is. Norms of torch
+compute in one kernel. Where `torch.compile` traces a norm its kernels make no such tensors either.
 """
 
 from __future__ import annotations
@@ -22,14 +28,25 @@ from typing import Any
 import torch
 
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.integration.own_attributes import put
 from megatron.offload.integration.replaced_forwards import ReplacedForwards
-from megatron.offload.ops.tiled_mlp import Tiles, nothing_moves, tile_tokens_of, tiled
+from megatron.offload.ops.tiled_mlp import (
+    Tiles,
+    in_tiles,
+    nothing_moves,
+    tile_tokens_of,
+    tiled,
+)
 
 _NAMES = ("mlp", "feed_forward", "feedforward", "ffn", "ff", "ffwd", "DenseReluDense")
 _LINEAR = ("Linear", "Conv1D")  # the ends of names of classes
 _SETTING = "tiled_mlp"
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _PROBED_TOKENS = 32
+_OF_TORCH = (
+    *(torch.nn.LayerNorm, torch.nn.RMSNorm, torch.nn.GroupNorm),
+    *(torch.nn.modules.batchnorm._NormBase,),
+)
 _TOLERANCE = 0.05  # of the largest value: products of other shapes round differently
 
 
@@ -52,7 +69,18 @@ class TiledMlps(ReplacedForwards):
                 f"{' and '.join(type(model).__name__ for model in models)} has none that can be "
                 f"told; drop {_SETTING}"
             )
-        super().__init__([_Mlp(module, name, tokens) for module, name in found.items()])
+        mlps = [_Mlp(module, name, tokens) for module, name in found.items()]
+        inside = {one for module in found for one in module.modules()}
+        norms = {one: name for model in models for name, one in _norms(model) if one not in inside}
+        widths = {one: next(one.parameters()).numel() for one in norms}
+        hidden = max(widths.values(), default=0)
+        values = (tokens or tile_tokens_of(hidden)) * hidden
+        super().__init__(
+            [
+                *mlps,
+                *(_Norm(one, norms[one], values // each, each) for one, each in widths.items()),
+            ]
+        )
 
 
 class _Mlp:
@@ -96,7 +124,7 @@ class _Mlp:
 
     def _draws_for(self, some: torch.Tensor) -> bool:
         """Whether it draws random numbers, as dropout does."""
-        device = None if some.device.type == "cpu" else some.device
+        device = None if some.device.type in ("cpu", "meta") else some.device
         module: Any = torch if device is None else torch.get_device_module(device)
         state = functools.partial(module.get_rng_state, *([] if device is None else [device]))
         kind = "cuda" if device is None else device.type
@@ -143,6 +171,63 @@ class _Mlp:
             f"{_SETTING} runs an MLP over tiles of tokens, and {self._name} "
             f"({type(self.module).__name__}) {why}; drop {_SETTING}"
         )
+
+
+class _Norm(_Mlp):
+    """A norm; see Note [Norms].
+
+    Args:
+        module: it.
+        name: of it.
+        tokens: most of a tile.
+        width: values of a token that it takes together.
+    """
+
+    def __init__(self, module: torch.nn.Module, name: str, tokens: int, width: int) -> None:
+        super().__init__(module, name, tokens)
+        self._tiles = Tiles(tokens, replayed_by=self._again)
+        self._width = width
+        self._is_apart: bool | None = None  # each token by itself; None: it has not run yet
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As the module's own, over tiles where there is more than one."""
+        trains = torch.is_grad_enabled() or self.module.training
+        if torch.compiler.is_compiling() or not trains or args or kwargs:
+            return self._own(x, *args, **kwargs)
+        if x.shape[-1] != self._width or x.numel() <= self._tiles.tokens * self._width:
+            return self._own(x)
+        parameters = self._parameters()
+        try:
+            self._check(x)
+            if self._is_apart is None:
+                some = x.detach().reshape(1, -1, self._width)[:, : 2 * _PROBED_TOKENS]
+                self._check_same(some, parameters)
+                self._is_apart = True
+        except ConfigurationError:
+            self._is_apart = False
+        if not self._is_apart:
+            return self._own(x)
+        return tiled(self._own, x, parameters, self._tiles)
+
+    def _again(self, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        """The result of forward, with the parameters that it had."""
+        with contextlib.ExitStack() as stack:
+            places = [one for one in self._places if isinstance(getattr(*one, None), torch.Tensor)]
+            for (owner, name), given in zip(places, parameters, strict=True):
+                stack.callback(put(owner, name, given))
+            with torch.no_grad(), nothing_moves():
+                return in_tiles(self._own, x, self._tiles)
+
+
+def _norms(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Norms over the last dimension that are written in Python."""
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if "Norm" not in kind or isinstance(module, _OF_TORCH) or any(module.children()):
+            continue
+        sizes = {tuple(one.shape) for one in module.parameters()}
+        if len(sizes) == 1 and len(*sizes) == 1:
+            yield name, module
 
 
 def _mlps(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An MLP over tiles of tokens: `tiled`, `tile_tokens_of`.
+"""An MLP or a norm over tiles of tokens: `tiled`, `tile_tokens_of`.
 
 An MLP widens each token three to eight times, and saves most of that for backward: of a long
 sequence it is the burst of memory that is left when layers are recomputed. Tokens are independent
 there, so forward runs tile by tile and keeps its input alone; backward runs a tile again, takes its
-gradients, and goes on to the next. Integrations find the MLPs (`integration/tiled_mlps.py`, and of
-Megatron `integration/megatron/tiled_mlps.py`) and call `tiled` in their place.
+gradients, and goes on to the next. A norm that is written in Python widens each token too, to
+several tensors in fp32. Integrations find both (`integration/tiled_mlps.py`, of Megatron the MLPs:
+`integration/megatron/tiled_mlps.py`) and call `tiled` in their place.
 
 The tiles and their default size are those of ALST (arXiv 2506.13996).
 
@@ -44,12 +45,15 @@ class Tiles:
         draws: it draws random numbers from torch's generators, and is to draw the same in backward.
         added_by_it: parameters whose gradients its own backward adds to `main_grad`. It finds that
             by the parameter that it saved, so no saved-tensor hook may unpack another object.
+        replayed_by: computes the result of the input and the parameters, for replay; the same
+            object, or an equal one, for each call of a module. None: it costs too much.
     """
 
     tokens: int
     tokens_first: bool = False
     draws: bool = False
     added_by_it: Collection[torch.Tensor] = field(default=(), repr=False)
+    replayed_by: Callable[..., torch.Tensor] | None = None
 
     @property
     def dim(self) -> int:
@@ -100,6 +104,24 @@ def tiled(
     return result.view(*x.shape[:-1], result.shape[-1])
 
 
+def in_tiles(run: Run, x: torch.Tensor, tiles: Tiles) -> torch.Tensor:
+    """What `run` makes of each tile, in one tensor; see `tiled` for the arguments.
+
+    Args:
+        run: as for `tiled`.
+        x: [1, tokens, hidden], or tokens first.
+        tiles: as for `tiled`.
+    """
+    result: torch.Tensor | None = None
+    for begin, rows in tiles.of(x):
+        tile = run(x.narrow(tiles.dim, begin, rows))
+        if result is None:
+            result = tile.new_empty(*x.shape[:-1], tile.shape[-1])
+        result.narrow(tiles.dim, begin, rows).copy_(tile)
+    assert result is not None
+    return result.data  # as if it had been made at once: that it was filled is no change of it
+
+
 class _Tiled(torch.autograd.Function):
     """[1, tokens, hidden] to [1, tokens, any], or tokens first."""
 
@@ -110,17 +132,15 @@ class _Tiled(torch.autograd.Function):
         ctx.run, ctx.tiles = run, tiles
         ctx.drawn = []  # states of generators before each tile
         ctx.autocast = _autocast_like_now(x.device.type)
+        ctx.replayed_by = tiles.replayed_by
         ctx.save_for_backward(x, *parameters)
-        result: torch.Tensor | None = None
-        for begin, rows in tiles.of(x):
+
+        def run_tile(tile: torch.Tensor) -> torch.Tensor:
             if tiles.draws:
                 ctx.drawn.append(_Generators(x))
-            tile = run(x.narrow(tiles.dim, begin, rows))
-            if result is None:
-                result = tile.new_empty(*x.shape[:-1], tile.shape[-1])
-            result.narrow(tiles.dim, begin, rows).copy_(tile)
-        assert result is not None
-        return result
+            return run(tile)
+
+        return in_tiles(run_tile, x, tiles)
 
     @staticmethod
     @once_differentiable

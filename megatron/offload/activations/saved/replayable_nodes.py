@@ -247,8 +247,14 @@ def operation_of(node: Any) -> NodeOperation | None:
 
 
 def function_of(node: Any) -> Operation | None:
-    """What computes the output of an `autograd.Function` from what it saved; None: not known."""
-    return _of_functions.get(getattr(type(node), "_forward_cls", type(None)))
+    """What computes the output of an `autograd.Function` from what it saved; None: not known.
+
+    The context of its forward pass may say so itself, in an attribute `replayed_by`.
+    """
+    if not isinstance(node, torch._C._FunctionBase):
+        return None
+    own: Operation | None = getattr(node, "replayed_by", None)
+    return own or _of_functions.get(getattr(type(node), "_forward_cls", type(None)))
 
 
 def add_function(function: type, compute: Callable[..., torch.Tensor]) -> None:

@@ -17,7 +17,7 @@ of them. Layers in the middle lie between those at the ends.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ from megatron.offload.commands.estimate.like_device import LikeDevice
 from megatron.offload.commands.estimate.live_bytes import Kind, LiveBytes
 from megatron.offload.commands.estimate.model import Architecture
 from megatron.offload.commands.estimate.saved import KEEP, SavedBytes
+from megatron.offload.integration.tiled_mlps import TiledMlps
 from megatron.offload.integration.torch.causal_lm_loss import chunked_losses
 from megatron.offload.integration.torch.layers import find_layers, params_outside
 from megatron.offload.ops.chunked_logits import chunk_tokens_for
@@ -47,11 +48,13 @@ class Pass:
         treatment: `KEEP`, `REPLAY` or `MOVE`, see `SavedBytes`.
         checkpoints: layers run again in backward, as with transformers' gradient checkpointing.
         chunks_loss: logits exist for a chunk of tokens at a time.
+        tiles_mlps: MLPs run over tiles of tokens, as many as `tiled_mlp="auto"` takes.
     """
 
     treatment: str = KEEP
     checkpoints: bool = False
     chunks_loss: bool = False
+    tiles_mlps: bool = False
 
 
 PLAIN = Pass()
@@ -168,7 +171,8 @@ def _run(
     phases = _Phases(model, layers, live, saved)
     if how.checkpoints:
         _checkpoint(model, device)
-    with live, device, phases:
+    tiles = _tiled_mlps(model) if how.tiles_mlps else contextlib.nullcontext()
+    with live, device, phases, tiles:
         live.phase = _BEFORE
         with saved:
             loss = _loss(model, inputs, how, on_cpu)
@@ -215,6 +219,17 @@ def _sizes(model: Any, layers: Sequence[torch.nn.Module]) -> StepBytes:
         trained_of_layers=sum(trained_sizes),
         trained_of_layer=max(trained_sizes, default=0),
     )
+
+
+@contextlib.contextmanager
+def _tiled_mlps(model: Any) -> Iterator[None]:
+    """Has MLPs run over tiles, in forward and where they run again."""
+    mlps = TiledMlps([model], None)
+    mlps.connect()
+    try:
+        yield
+    finally:
+        mlps.close()
 
 
 def _checkpoint(model: Any, device: LikeDevice) -> None:

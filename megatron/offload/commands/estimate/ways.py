@@ -14,7 +14,7 @@ optimizer's step a GPU has three buckets of states, a CPU its window.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.offload.commands.estimate.live_bytes import Kind
 from megatron.offload.commands.estimate.saved import MOVE, REPLAY
@@ -30,6 +30,7 @@ _STATES = {"adamw": 2, "sgd": 0}  # of each parameter, in its type
 _LAYERS_ON_THEIR_WAY = 2  # of a GPU that is ahead of its links, see the Note in `device/device.py`
 _POOL_BYTES = 2 << 30  # page-locked, on the way from a GPU to SSDs
 _LEAST = '{"recompute_layers": "all", "recompute_input": TIER, "chunked_loss": "auto"}'
+_TILES = f'{_LEAST[:-1]},\n        "tiled_mlp": "auto"}}'
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,13 @@ WAYS: dict[str, Way] = {
         True,
         True,
         f"offload(model, optimizer, DIR, parameters=True,\n    activations={_LEAST})",
+    ),
+    "tiled": Way(
+        "+ MLPs and norms over tiles of tokens",
+        replace(_INPUTS, tiles_mlps=True),
+        True,
+        True,
+        f"offload(model, optimizer, DIR, parameters=True,\n    activations={_TILES})",
     ),
     "gradients": Way(
         "gradients too, layer-major steps",
