@@ -242,8 +242,9 @@ class OffloadConfig(TierSettings):
         "run each MLP over tiles of so many tokens. It saves its input only, and its wide tensors "
         "are in memory for one tile at a time; backward runs a tile again, takes its gradients and "
         "goes on to the next. auto: tiles of as many tokens as a token has values, 1024 at least. "
-        "Experts are left alone. Works with every --activation-offload, off too. Not bit-identical "
-        "where there is more than one tile: the sums of gradients have another order.",
+        "In Python norms that a model writes itself run over tiles too. Experts are left alone. "
+        "Works with every --activation-offload, off too. Not bit-identical where there is more "
+        "than one tile: the sums of gradients have another order.",
         parse=count_or_word("tokens"),
         metavar="{off,auto,TOKENS}",
     )

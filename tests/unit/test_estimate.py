@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,29 @@ def test_the_peak_is_that_of_a_real_step(how: str) -> None:
     assert said == pytest.approx(most, rel=0.02)
 
 
+def test_what_is_left_of_a_long_sequence_is_a_tile_and_some_hidden_states() -> None:
+    """The table of docs/long-sequences.md: of a norm's backward nothing has all tokens."""
+    config = transformers.LlamaConfig(
+        num_hidden_layers=8,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=32768,
+    )
+    tokens, how = 65536, Pass("move", checkpoints=True, chunks_loss=True, tiles_mlps=True)
+    found = step_bytes(Architecture(config), 1, tokens, how, accumulates=True)
+    hidden = tokens * 4096 * 2
+    # Queries, keys, values, the result, logarithms of sums; cosines and sines; tokens, positions.
+    attention = 2 * hidden + 2 * hidden // 4 + tokens * (32 * 4 + 2 * 128 * 2 + 2 * 8)
+    wide = 4096 * 14336  # of a tile, and of a weight
+    tile = 3 * wide * 4 + 10 * wide * 2 + 4096 * 4096 * 2
+    activations = sum(found.peak()[1].values()) - found.parameters - found.trained
+    assert 6.5 * GIB < activations <= 2 * hidden + attention + 5 * hidden + tile
+    alone = step_bytes(Architecture(config), 1, tokens, replace(how, tiles_mlps=False))
+    assert sum(alone.peak()[1].values()) > 2 * activations
+
+
 # -- Ways -----------------------------------------------------------------------------------------
 
 
@@ -464,6 +488,6 @@ def test_a_model_with_another_loss_has_no_chunked_one(
     path = tmp_path / "estimate.json"
     assert cli.main(["estimate", str(tmp_path), "--sequence", "64", "--json", str(path)]) == 0
     values = json.loads(path.read_text())
-    assert set(values["left_out"]) == {"chunked", "least"} and "plain" in values["ways"]
+    assert set(values["left_out"]) == {"chunked", "least", "tiled"} and "plain" in values["ways"]
     assert "causal language models" in values["left_out"]["chunked"]
     assert values["hardware"] is None and "--hardware" in capsys.readouterr().out
