@@ -181,6 +181,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     (r"tools/bench/loss\.py", "tests/unit/test_bench_loss.py::test_a_small_measurement"),
     (r"tools/plot/losses\.py", "tests/unit/test_bench_loss.py::test_two_trainings_are_drawn"),
     (r"tools/plot/placements\.py", "tests/unit/test_docs.py::test_the_picture_can_be_drawn"),
+    (r"tools/plot/overlap\.py", "tests/unit/test_docs.py::test_steps_can_be_drawn"),
     (r"tools/apply_patches\.py",
      "tests/unit/test_apply_patches.py::"
      "test_applied_twice_is_applied_once_and_reverted_is_as_before"),
@@ -465,6 +466,17 @@ def test_the_picture_can_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     _put_back_at_the_end(monkeypatch)
     assert _main_of(tool, [*results, "--output", str(tmp_path / "a.png")])() == 0
     assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+def test_steps_can_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = [str(ROOT / f"docs/results/{name}.json") for name in ("overlap-before", "overlap")]
+    flags = ["--names", "before,now", "--tier", "ssd", "--output", str(tmp_path / "a.svg")]
+    _put_back_at_the_end(monkeypatch)
+    assert _main_of(ROOT / "tools/plot/overlap.py", [*results, *flags])() == 0
+    drawn = (tmp_path / "a.svg").read_text()
+    for title in ("before, ssd: compute is idle 5.5%", "now, ssd: compute is idle 0.5%"):
+        assert f"<!-- {title}" in drawn
+    assert "<!-- the device computes -->" in drawn and "<!-- drive 4 -->" in drawn
 
 
 def test_python_in_the_docs_compiles_and_imports_what_is_there() -> None:

@@ -82,7 +82,7 @@ class OffloadCallback(TrainerOffload, TrainerCallback):
     ) -> None:
         """Begins to offload."""
         self._come_first()
-        self.open(kwargs["model"], [kwargs["optimizer"]], args.device, counts_tokens=True)
+        self.open(kwargs["model"], [kwargs["optimizer"]], args.device)
         _say(self.opening(), args, state)
 
     def on_step_begin(

@@ -139,7 +139,7 @@ class TrainerOffload:
         optimizers: Iterable[torch.optim.Optimizer],
         device: torch.device,
         *,
-        counts_tokens: bool,
+        counts_tokens: bool = True,
     ) -> None:
         """Offloads this model, and ends what a training of it that failed has left open.
 
