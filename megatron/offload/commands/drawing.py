@@ -87,7 +87,7 @@ _HEIGHTS = {-1: "top", 0: "center", 1: "bottom"}
 
 
 def label_points(drawn: Any, axes: Any, labels: Sequence[Label], taken: Sequence[Any] = ()) -> None:
-    """Writes words beside points, where they cover no point and no other words, if they can.
+    """Writes words beside points, where they cover no point, line or other words, if they can.
 
     Call it when all else is drawn and the axes have their limits.
 
@@ -105,6 +105,10 @@ def label_points(drawn: Any, axes: Any, labels: Sequence[Label], taken: Sequence
     renderer = drawn.canvas.get_renderer()
     pixels = axes.transData.transform([*((one.x, one.y) for one in labels), *taken])
     boxes = [Bbox.from_extents(x - 7, y - 7, x + 7, y + 7) for x, y in pixels]
+    for line in axes.get_lines():
+        if line.get_linestyle() != "None":
+            path = line.get_path().transformed(line.get_transform()).interpolated(12)
+            boxes += [Bbox.from_extents(x - 2, y - 2, x + 2, y + 2) for x, y in path.vertices]
     for one in labels:
         texts = []
         for x, y in _PLACES:

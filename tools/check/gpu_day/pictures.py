@@ -16,6 +16,7 @@ from check.gpu_day.results import Day
 from check.gpu_day.spans import LANES
 from megatron.offload.commands.drawing import (
     BLACK,
+    BLUE,
     GRAY,
     GREEN,
     ORANGE,
@@ -45,7 +46,7 @@ _LOOKS = {
     "fsdp2_cpu_checkpointing": Look(GRAY, "o"),
 }
 _FILLED = {"_replay": "none", "_int8": "left", "_int4": "right"}  # by the end of a way's name
-_LANES = {"compute": GRAY, "to host": ORANGE, "from host": SKY}
+_LANES = {"compute": GRAY, "to host": ORANGE, "from host": BLUE}
 _NAMES = {
     "keep": "keep, with our hooks",
     "none": "keep",

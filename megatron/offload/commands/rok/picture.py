@@ -32,11 +32,7 @@ def draw(result: Result, paths: Sequence[Path]) -> None:
         _draw(axes, result)
         drawn.legend(fontsize=8, loc="outside lower center", ncols=3)
         many_sizes = len({one.micro_batch_size for one in result.measured}) > 1
-        taken = [
-            (one.peak_bytes / MIB, speed)
-            for one in result.measured
-            for speed in (one.tokens_per_s, *_ends_of_bar(one))
-        ]
+        taken = [point for one in result.measured for point in _covered_by(one)]
         label_points(drawn, axes, list(_labels(result.measured, many_sizes)), taken)
 
 
@@ -99,6 +95,14 @@ def _ends_of_bar(one: MeasuredPoint) -> tuple[float, ...]:
         return ()
     tokens = one.tokens_per_s * one.step_s
     return tokens / one.slow_step_s, tokens / one.fast_step_s
+
+
+def _covered_by(one: MeasuredPoint) -> Iterator[tuple[float, float]]:
+    """Its marker, and points along its bar that words beside it are not to cover."""
+    x = one.peak_bytes / MIB
+    yield x, one.tokens_per_s
+    if ends := _ends_of_bar(one):
+        yield from ((x, ends[0] + (ends[1] - ends[0]) * part / 8) for part in range(9))
 
 
 def _draw_bar(axes: Any, one: MeasuredPoint, color: str) -> None:
