@@ -22,8 +22,10 @@ from megatron.offload.commands.drawing import (
     ORANGE,
     RED,
     SKY,
+    Label,
     Look,
     figure,
+    label_points,
     look_of,
 )
 from megatron.offload.sizes import GIB
@@ -50,6 +52,7 @@ _LANES = {"compute": GRAY, "to host": ORANGE, "from host": BLUE}
 _NAMES = {
     "keep": "keep, with our hooks",
     "none": "keep",
+    "half": "half of the layers on host, half kept",
     "checkpointing": "recompute",
     "compiled": "keep, compiled",
     "compiled_checkpointing": "recompute, compiled",
@@ -89,29 +92,31 @@ def _rok(day: Day, path: Path) -> Path | None:
         return None
     size = (9 * len(lines), 6.5)
     grid: dict[str, Any] = {"columns": len(lines), "squeeze": False, "layout": "constrained"}
-    with figure(path, figsize=size, **grid) as (_, axes):
+    with figure(path, figsize=size, **grid) as (drawn, axes):
         for ax, (seq, ways) in zip(axes[0], sorted(lines.items()), strict=True):
-            _draw_length(ax, ways)
+            labels = _draw_length(ax, ways)
             ax.set_title(_title(day, next(iter(ways.values()))[0]["shape"], seq), fontsize=9)
+            label_points(drawn, ax, labels)
     return path
 
 
-def _draw_length(ax: Any, ways: dict[str, list[dict[str, Any]]]) -> None:
-    """All that was measured with one length of sequences."""
+def _draw_length(ax: Any, ways: dict[str, list[dict[str, Any]]]) -> list[Label]:
+    """All that was measured with one length of sequences; what is to be written beside points."""
+    labels = []
     several = len({one["shape"]["batch"] for found in ways.values() for one in found}) > 1
     for way, found in ways.items():
         found = sorted(found, key=lambda one: (one["shape"]["batch"], _memory_gib(one)))
         xs, ys = [_memory_gib(one) for one in found], [one["TFLOP_per_s"] for one in found]
         ax.plot(xs, ys, markersize=7, linewidth=1, label=_NAMES.get(way, way), **look_of_way(way))
         for x, y, one in zip(xs, ys, found, strict=True) if several else ():
-            words = f"B{one['shape']['batch']}"
-            ax.annotate(words, (x, y), fontsize=7, xytext=(3, 3), textcoords="offset points")
+            labels.append(Label(x, y, f"B{one['shape']['batch']}"))
     ax.set(xlabel="activation memory peak (GiB)", ylabel="model throughput (TFLOP/s)")
     most = max(one["TFLOP_per_s"] for found in ways.values() for one in found)
     ax.set_ylim(0, 1.08 * most)
     ax.set_xlim(left=0)
     ax.grid(alpha=0.3)
     ax.legend(fontsize=7, ncols=2)
+    return labels
 
 
 def look_of_way(way: str) -> dict[str, Any]:
@@ -143,6 +148,7 @@ def _timeline(day: Day, path: Path) -> Path | None:
                 bars = [tuple(span) for span in spans["lanes"][lane]]
                 ax.broken_barh(bars, (row + 0.1, 0.8), facecolor=_LANES[lane], edgecolor="none")
             ax.set_ylim(len(LANES), 0)
+            ax.set_xlim(left=0)
             ax.set_yticks([row + 0.5 for row in range(len(LANES))], LANES)
             shares = ", ".join(f"{lane} {spans['busy'][lane]:.0%}" for lane in LANES)
             ax.set_title(f"{_NAMES.get(name, name)}; busy: {shares}", fontsize=9)
