@@ -110,7 +110,7 @@ def label_points(drawn: Any, axes: Any, labels: Sequence[Label], taken: Sequence
             path = line.get_path().transformed(line.get_transform()).interpolated(12)
             boxes += [Bbox.from_extents(x - 2, y - 2, x + 2, y + 2) for x, y in path.vertices]
     for one in labels:
-        texts = []
+        texts: list[tuple[int, int, Any, Any]] = []
         for x, y in _PLACES:
             aligned = {"ha": _SIDES[(x > 0) - (x < 0)], "va": _HEIGHTS[(y > 0) - (y < 0)]}
             style = {"fontsize": 7, "color": one.color, "textcoords": "offset points"}
