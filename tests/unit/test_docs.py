@@ -175,13 +175,13 @@ COMMANDS: tuple[tuple[str, str], ...] = (
      "tests/integrations/test_bench_codecs.py::test_small_trainings"),
     (r"tools/bench/launch\.py", "tests/unit/test_bench_launch.py::test_a_small_measurement"),
     (r"megatron-offload bench", "tests/unit/test_bench.py::test_a_tiny_benchmark"),
+    (r"tools/plot/overlap\.py", "tests/unit/test_docs.py::test_steps_can_be_drawn"),
     (r"tools/check/soak\.py", "tests/unit/test_check_soak.py::test_a_tiny_soak"),
     (r"tools/check/families\.py", "tests/integrations/test_families.py::"
      "test_a_family_trains_the_same_or_is_refused"),
     (r"tools/bench/loss\.py", "tests/unit/test_bench_loss.py::test_a_small_measurement"),
     (r"tools/plot/losses\.py", "tests/unit/test_bench_loss.py::test_two_trainings_are_drawn"),
     (r"tools/plot/placements\.py", "tests/unit/test_docs.py::test_the_picture_can_be_drawn"),
-    (r"tools/plot/overlap\.py", "tests/unit/test_docs.py::test_steps_can_be_drawn"),
     (r"tools/apply_patches\.py",
      "tests/unit/test_apply_patches.py::"
      "test_applied_twice_is_applied_once_and_reverted_is_as_before"),
@@ -460,14 +460,6 @@ def test_the_first_command_checks_its_flags_and_starts() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_picture_can_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = [str(ROOT / f"docs/results/placements-{one}.json") for one in ("h512-24layers",)]
-    tool = ROOT / "tools/plot/placements.py"
-    _put_back_at_the_end(monkeypatch)
-    assert _main_of(tool, [*results, "--output", str(tmp_path / "a.png")])() == 0
-    assert (tmp_path / "a.png").stat().st_size > 10_000
-
-
 def test_steps_can_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = [str(ROOT / f"docs/results/{name}.json") for name in ("overlap-before", "overlap")]
     flags = ["--names", "before,now", "--tier", "ssd", "--output", str(tmp_path / "a.svg")]
@@ -477,6 +469,14 @@ def test_steps_can_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for title in ("before, ssd: compute is idle 5.5%", "now, ssd: compute is idle 0.5%"):
         assert f"<!-- {title}" in drawn
     assert "<!-- the device computes -->" in drawn and "<!-- drive 4 -->" in drawn
+
+
+def test_the_picture_can_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = [str(ROOT / f"docs/results/placements-{one}.json") for one in ("h512-24layers",)]
+    tool = ROOT / "tools/plot/placements.py"
+    _put_back_at_the_end(monkeypatch)
+    assert _main_of(tool, [*results, "--output", str(tmp_path / "a.png")])() == 0
+    assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
 def test_python_in_the_docs_compiles_and_imports_what_is_there() -> None:
