@@ -24,7 +24,7 @@ from megatron.offload.commands.rok.strategy import (
     budgets_between,
     fixed_strategies,
 )
-from megatron.offload.commands.rok.text import verdict_table
+from megatron.offload.commands.rok.text import measurements_table, verdict_table
 from megatron.offload.commands.rok.throughput import flops_per_token
 from megatron.offload.commands.rok.verdict import Verdict, verdicts_of
 from megatron.offload.commands.training_runs.run import Run, RunError
@@ -364,6 +364,12 @@ def test_a_point_has_the_spread_of_its_steps() -> None:
     assert (point.fast_step_s, point.slow_step_s) == (2.0, 4.0)
     (alone,) = measured_points([strategy], [run_of(0, 1.0)], skip=0)
     assert alone.fast_step_s is alone.slow_step_s is None
+
+
+def test_the_table_has_peaks_where_nothing_was_planned() -> None:
+    run = make_run(SSD, 0, 1.0, 300 * MIB)
+    table = measurements_table(measured_points([SSD], [run], 0))
+    assert "peak" in table and "300" in table and "planned" not in table
 
 
 def test_operations_are_those_of_the_model_that_the_flags_describe() -> None:

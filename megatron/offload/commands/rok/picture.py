@@ -54,7 +54,7 @@ def _draw(axes: Any, result: Result) -> None:
     axes.set_ylabel("tokens a second")
     axes.set_title(f"Speed against peak activation memory\n{result.title}", fontsize=10)
     axes.set_xlim(left=0, right=1.06 * axes.get_xlim()[1])
-    speeds = [one.tokens_per_s for one in result.measured]
+    speeds = [speed for one in result.measured for _, speed in _covered_by(one)]
     begin_near(axes, [*speeds, *(point.tokens_per_s for point in result.frontier)])
     axes.grid(alpha=0.3)
     _draw_other_units(axes, result, len(sizes) == 1)
