@@ -173,24 +173,22 @@ def run(argv: list[str], *more: str) -> dict[str, Any]:
 
 def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
     """Rewards over steps, and the memory of each way."""
-    import matplotlib
+    from megatron.offload.commands.drawing import PALETTE, figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), width_ratios=(3, 2))
-    for name, one in runs.items():
-        left.plot(one["rewards"], label=name, linestyle="-" if name.startswith("seed") else "--")
-    left.set_xlabel("step")
-    left.set_ylabel("reward")
-    left.set_ylim(0, 1)
-    left.legend()
-    sizes = {name: one["memory_bytes"] / 2**20 for name, one in runs.items()}
-    right.barh(list(sizes), list(sizes.values()))
-    right.invert_yaxis()
-    right.set_xlabel("memory, MiB")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    options = {"figsize": (11, 4.5), "width_ratios": (3, 2), "layout": "constrained"}
+    with figure(path, columns=2, **options) as (drawn, (left, right)):
+        for (name, one), color, marker in zip(runs.items(), PALETTE, "osD^vP*", strict=False):
+            style = {"linestyle": "-" if name.startswith("seed") else "--", "marker": marker}
+            steps = range(1, len(one["rewards"]) + 1)
+            left.plot(steps, one["rewards"], label=name, color=color, markersize=4, **style)
+            right.barh(name, one["memory_bytes"] / 2**20, color=color)
+        left.set(xlabel="step", ylabel="reward, the mean of a step", ylim=(0, 1))
+        left.grid(alpha=0.3)
+        left.xaxis.get_major_locator().set_params(integer=True)
+        right.invert_yaxis()
+        right.set_xlabel("largest memory of the process, MiB")
+        drawn.suptitle("ReMax: rewards and memory", fontsize=10)
+        drawn.legend(fontsize=8, loc="outside lower center", ncols=5)
 
 
 def summary_of(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:

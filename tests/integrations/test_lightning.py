@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -41,8 +42,10 @@ class Trained(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def fitted(folder: Path, callbacks: list[Any], **settings: Any) -> tuple[Trained, Any]:
-    module = Trained()
+def fitted(
+    folder: Path, callbacks: list[Any], module: Trained | None = None, **settings: Any
+) -> tuple[Trained, Any]:
+    module = module or Trained()
     trainer = lightning.Trainer(
         max_epochs=2,
         accelerator="cpu",
@@ -76,6 +79,38 @@ def test_lightning_comes_to_the_same_bits(settings: dict[str, Any], tmp_path: Pa
     assert logged["offload/offloaded_gib"] * 2**30 > 1e5
     assert 0 < logged["offload/peak_activation_gib"] < logged["offload/peak_device_gib"]
     assert callback.offload is not None and callback.offload.engine is None  # closed
+
+
+@pytest.mark.parametrize("directly", [False, True], ids=["its model", "its own forward"])
+def test_the_metrics_file_has_a_line_for_each_optimizer_step(
+    directly: bool, tmp_path: Path
+) -> None:
+    class Noted(Trained):
+        values: ClassVar[list[float]] = []
+
+        def forward(self, **batch: Any) -> Any:
+            return self.model(**batch)
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            loss = (self if directly else self.model)(**batch).loss
+            self.values.append(float(loss.detach()))
+            return loss
+
+    Noted.values.clear()
+    file = tmp_path / "metrics.jsonl"
+    callback = OffloadCallback(tmp_path, min_bytes="4KiB", metrics_file=file)
+    fitted(tmp_path, [callback], Noted(), accumulate_grad_batches=3)
+    found = [json.loads(line) for line in file.read_text().splitlines()]
+    # Of the four batches of an epoch the last one is a step by itself, divided by three like all.
+    assert [line["step"] for line in found] == [1, 2, 3, 4]
+    parts = [Noted.values[index:end] for index, end in ((0, 3), (3, 4), (4, 7), (7, 8))]
+    assert [line["loss"] for line in found] == pytest.approx([sum(one) / 3 for one in parts])
+    of_one = text_batches()[0]["input_ids"].numel()
+    for line, part in zip(found, parts, strict=True):
+        assert line["tokens_per_s"] * line["step_time_s"] == pytest.approx(len(part) * of_one)
+        assert 0 < line["peak_activation_bytes"] < line["peak_device_bytes"]
+    moved = [line["offload"]["offloaded_bytes"] for line in found]
+    assert moved == [3 * moved[1], moved[1]] * 2 and moved[1] > 1e5
 
 
 def test_the_optimizers_states_move_too_and_keep_their_bits(tmp_path: Path) -> None:

@@ -30,7 +30,9 @@ SCRIPT = """
 
     torch.manual_seed(0)
     model = Model()
-    offload_activations(model, sys.argv[1], min_bytes="16KiB", write_bytes_per_s="4GB/s")
+    settings = {"min_bytes": "16KiB", "write_bytes_per_s": "4GB/s"}
+    settings["inflight_bytes"] = "128KiB"  # so forward waits for writes, however busy the disk is
+    offload_activations(model, sys.argv[1], **settings)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     for step in range(int(sys.argv[2])):
         model(torch.randn(256, 64)).backward()

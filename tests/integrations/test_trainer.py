@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import pickle
 from collections.abc import Callable
@@ -265,6 +266,60 @@ def test_every_reporter_sees_the_figures_of_the_history(tmp_path: Path) -> None:
     assert set(history[0]) == {f"offload/{name}" for name in names}
     for line in history:
         assert 0 < line["offload/peak_activation_gib"] < line["offload/peak_device_gib"] < 64
+
+
+def lines_of_a_file(
+    tmp_path: Path, settings: dict[str, Any], **changes: Any
+) -> tuple[list[dict[str, Any]], Any]:
+    """The lines of a training's metrics file, and its trainer."""
+    file = tmp_path / "metrics.jsonl"
+    callback = OffloadCallback(tmp_path, metrics_file=file, **settings)
+    trainer, _ = trained(tmp_path, [callback], new_llama(), **changes)
+    return [json.loads(line) for line in file.read_text().splitlines()], trainer
+
+
+@pytest.mark.parametrize(
+    "settings", [pytest.param(SMALL, id="ssd"), pytest.param({"mode": "off"}, id="off")]
+)
+def test_the_metrics_file_has_a_line_for_each_optimizer_step(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    found, trainer = lines_of_a_file(tmp_path, settings, gradient_accumulation_steps=2)
+    history = [line for line in trainer.state.log_history if "loss" in line]
+    assert [line["step"] for line in found] == [1, 2, 3, 4]
+    for name in ("loss", "grad_norm", "learning_rate"):
+        assert [line[name] for line in found] == [line[name] for line in history]
+    for line, logged in zip(found, history, strict=True):
+        tokens = line["tokens_per_s"] * line["step_time_s"]
+        assert tokens == pytest.approx(2 * text_batches()[0]["input_ids"].numel())
+        for name in ("activation", "device"):
+            gib = line[f"peak_{name}_bytes"] / 2**30
+            assert logged[f"offload/peak_{name}_gib"] == pytest.approx(gib, rel=1e-3)
+        if settings == SMALL:
+            moved = line["offload"]["offloaded_bytes"] / 2**30
+            assert logged["offload/offloaded_gib"] == pytest.approx(moved, rel=1e-3)
+        else:
+            assert not line["offload"]
+
+
+def test_the_metrics_file_has_a_loss_where_the_trainer_logs_one(tmp_path: Path) -> None:
+    found, trainer = lines_of_a_file(tmp_path, {"mode": "off"}, logging_steps=2)
+    logged = {line["step"]: line["loss"] for line in trainer.state.log_history if "loss" in line}
+    assert [line["loss"] for line in found] == [None, logged[2], None, logged[4]]
+
+
+def test_the_metrics_file_of_a_training_that_goes_on_counts_its_steps(tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    trained(tmp_path, [], new_llama(), **saving)
+    file = tmp_path / "metrics.jsonl"
+    trainer = transformers.Trainer(
+        new_llama(),
+        transformers.TrainingArguments(**arguments(tmp_path)),
+        train_dataset=rows(16),
+        callbacks=[OffloadCallback(tmp_path, metrics_file=file, **SMALL)],
+    )
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [3, 4]
 
 
 def test_without_offload_the_log_has_the_peaks_to_compare_with(tmp_path: Path) -> None:

@@ -177,6 +177,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
      "tests/integrations/test_bench_codecs.py::test_small_trainings"),
     (r"tools/bench/launch\.py", "tests/unit/test_bench_launch.py::test_a_small_measurement"),
     (r"megatron-offload bench", "tests/unit/test_bench.py::test_a_tiny_benchmark"),
+    (r"tools/plot/overlap\.py", "tests/unit/test_docs.py::test_steps_can_be_drawn"),
     (r"tools/check/soak\.py", "tests/unit/test_check_soak.py::test_a_tiny_soak"),
     (r"tools/check/families\.py", "tests/integrations/test_families.py::"
      "test_a_family_trains_the_same_or_is_refused"),
@@ -460,6 +461,17 @@ def test_the_first_command_checks_its_flags_and_starts() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_steps_can_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = [str(ROOT / f"docs/results/{name}.json") for name in ("overlap-before", "overlap")]
+    flags = ["--names", "before,now", "--tier", "ssd", "--output", str(tmp_path / "a.svg")]
+    _put_back_at_the_end(monkeypatch)
+    assert _main_of(ROOT / "tools/plot/overlap.py", [*results, *flags])() == 0
+    drawn = (tmp_path / "a.svg").read_text()
+    for title in ("before, ssd: compute is idle 5.5%", "now, ssd: compute is idle 0.5%"):
+        assert f"<!-- {title}" in drawn
+    assert "<!-- the device computes -->" in drawn and "<!-- drive 4 -->" in drawn
 
 
 def test_the_picture_can_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from megatron.offload.stats.endurance import Endurance
 from megatron.offload.stats.history import StepHistory
-from megatron.offload.stats.statistics import StepStatistics
+from megatron.offload.stats.statistics import StepStatistics, add_up
 
 
 def test_medians_leave_the_first_step_out_and_drive_writes_do_not():
@@ -86,3 +86,19 @@ def test_memory_does_not_grow_with_the_run():
     for _ in range(3000):
         history.add(StepStatistics())
     assert "median of 1000 steps" in history.summary("/ssd")
+
+
+def test_the_counters_of_micro_batches_add_up_but_for_rates_levels_and_peaks():
+    first = StepStatistics(
+        offloaded_bytes=3, stall_s=0.5, read_bytes_per_s=7.0, tier_used_bytes=9, reserved_bytes=40
+    )
+    second = StepStatistics(offloaded_bytes=4, stall_s=0.25, read_bytes_per_s=5.0, reserved_bytes=8)
+    before = {"plans": 0, "predicted_step_s": 0.0, "measured_step_s": 2.0}
+    after = {"plans": 1, "predicted_step_s": 1.5, "measured_step_s": 1.0}
+    total = add_up([first.as_dict() | before, second.as_dict() | after])
+    expected = StepStatistics(
+        offloaded_bytes=7, stall_s=0.75, read_bytes_per_s=5.0, reserved_bytes=40
+    )
+    of_plans = {"plans": 1, "predicted_step_s": 0.0, "measured_step_s": 3.0}
+    assert total == expected.as_dict() | of_plans
+    assert add_up([second.as_dict()]) == second.as_dict() and add_up([]) == {}

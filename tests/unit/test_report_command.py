@@ -32,6 +32,18 @@ def test_runs_are_compared_with_the_first(tmp_path, capsys):
     assert "2.500" in lines[1] and "1 MiB" in lines[1] and "2 KiB" in lines[1]
 
 
+def test_the_last_loss_is_the_last_one_that_is_known(tmp_path, capsys):
+    paths = [write_run(tmp_path / name / "m.jsonl", losses) for name, losses in LOGGED.items()]
+    assert cli.main(["report", *paths]) == 0
+    _, some, other, none = capsys.readouterr().out.splitlines()
+    assert "2.0000" in some and "identical" in some
+    assert "2.5000" in other and "differ from step 2" in other
+    assert none.split()[:3] == ["none", "3", "-"]
+
+
+LOGGED = {"some": [None, 2.0, None], "other": [None, 2.5, None], "none": [None] * 3}
+
+
 def test_runs_in_one_folder_are_told_apart_by_their_files(tmp_path, capsys):
     names = ("a/off.jsonl", "a/ssd.jsonl", "b/off.jsonl")
     assert cli.main(["report", *(write_run(tmp_path / name, [1.0]) for name in names)]) == 0

@@ -24,7 +24,8 @@ from megatron.offload.commands.rok.strategy import (
     budgets_between,
     fixed_strategies,
 )
-from megatron.offload.commands.rok.text import verdict_table
+from megatron.offload.commands.rok.text import measurements_table, verdict_table
+from megatron.offload.commands.rok.throughput import flops_per_token
 from megatron.offload.commands.rok.verdict import Verdict, verdicts_of
 from megatron.offload.commands.training_runs.run import Run, RunError
 from megatron.offload.commands.training_runs.trainer import read_metrics
@@ -349,6 +350,36 @@ def test_the_csv_has_a_line_for_each(curve: tuple[str, Path]) -> None:
     assert {row["num_rounds"] for row in rows} == {"2"}
     assert auto[0]["predicted_step_s"] == "1.5" and rows[0]["predicted_step_s"] == ""
     assert float(auto[0]["keep_ratio"]) == pytest.approx(1.1)
+
+
+def test_a_point_has_the_spread_of_its_steps() -> None:
+    strategy = Strategy("ssd", "offload", 1)
+
+    def run_of(round_: int, *times_s: float) -> Run:
+        steps = [make_run(strategy, round_, seconds, 1).steps[0] for seconds in times_s]
+        return Run(strategy, round_, steps)
+
+    rounds = [run_of(0, 9.0, 1.0, 2.0, 3.0), run_of(1, 9.0, 5.0, 4.0)]
+    (point,) = measured_points([strategy], rounds, skip=1)
+    assert (point.fast_step_s, point.slow_step_s) == (2.0, 4.0)
+    (alone,) = measured_points([strategy], [run_of(0, 1.0)], skip=0)
+    assert alone.fast_step_s is alone.slow_step_s is None
+
+
+def test_the_table_has_peaks_where_nothing_was_planned() -> None:
+    run = make_run(SSD, 0, 1.0, 300 * MIB)
+    table = measurements_table(measured_points([SSD], [run], 0))
+    assert "peak" in table and "300" in table and "planned" not in table
+
+
+def test_operations_are_those_of_the_model_that_the_flags_describe() -> None:
+    """Of two layers of 64: projections, an MLP, logits of 100 words, half of the scores."""
+    flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3"
+    weights = 2 * (4 * 64 * 64 + 8 * 64 * 64) + 100 * 64
+    expected = 6 * (weights + 2 * 32 * 64)
+    assert flops_per_token([*flags.split(), "--vocab-size", "100"]) == expected
+    assert flops_per_token([*flags.split(), "--vocab-size=100"]) == expected
+    assert flops_per_token(flags.split()) is None  # a tokenizer says how many words there are
 
 
 def test_it_is_drawn_and_drawn_again(

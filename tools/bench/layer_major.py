@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from megatron.offload.commands.drawing import figure  # noqa: E402
+from megatron.offload.commands.drawing import BLACK, GREEN, figure  # noqa: E402
 from megatron.offload.commands.training_runs.machine import (  # noqa: E402
     in_a_line,
     machine_facts,
@@ -212,7 +212,7 @@ def title_of(args: argparse.Namespace) -> str:
 
 def draw(summary: dict[str, Any], tokens: int, path: Path, title: str) -> None:
     """Tokens a second over tokens a step."""
-    looks = dict(zip(WAYS, (("#000000", "s"), ("#009E73", "o")), strict=True))
+    looks = dict(zip(WAYS, ((BLACK, "s"), (GREEN, "o")), strict=True))
     with figure(path, figsize=(7, 4), layout="constrained") as (_, axes):
         for way, name in WAYS.items():
             points = [

@@ -18,14 +18,12 @@ from typing import Any, NamedTuple
 from tabulate import tabulate
 
 from megatron.offload.activations.placement.atomic_file import write_atomically
-from megatron.offload.commands.drawing import figure
+from megatron.offload.commands.drawing import PALETTE, figure
 from megatron.offload.packages import check_packages
 from megatron.offload.sizes import GIB, MIB
 from megatron.offload.version import __version__
 
-# Of Okabe and Ito, one for each run; the runs' lines differ as well.
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_LINES = ("-", "--", "-.", ":")
+_LINES = ("-", "--", "-.", ":")  # of the runs, whose colours differ as well
 _MOST = 4  # medians that an axis ends at: one step that plans, or warms up, would hide all others
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em;
@@ -155,7 +153,7 @@ def _picture(names: Sequence[str], runs: Sequence[Sequence[Any]]) -> str:
                     place.plot(
                         at,
                         values,
-                        color=_COLORS[index % len(_COLORS)],
+                        color=PALETTE[index % len(PALETTE)],
                         linestyle=":" if curve.is_predicted else _LINES[index % len(_LINES)],
                         linewidth=1 if curve.is_predicted else 1.8,
                         label=f"{name}, planned" if curve.is_predicted else name,

@@ -96,11 +96,12 @@ def _rows(paths: Sequence[Path], runs: Sequence[Sequence[Step]]) -> list[tuple[s
             rows.append((name, "0", *("-",) * (len(_HEADER) - 2)))
             continue
         steady = steps[1:] or steps
+        losses = [step.loss for step in steps if step.loss is not None]  # trainers log some
         rows.append(
             (
                 name,
                 str(len(steps)),
-                "-" if steps[-1].loss is None else f"{steps[-1].loss:.4f}",
+                f"{losses[-1]:.4f}" if losses else "-",
                 _same_losses(first, steps),
                 f"{median(step.step_time_s for step in steady):.3f}",
                 format_size(max(step.peak_activation_bytes for step in steady)),

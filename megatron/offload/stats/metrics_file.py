@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A line for each step of a training with Megatron: `StepRecord`, and `MetricsFile` that has them.
+"""A line for each step of a training: `StepRecord`, and `MetricsFile` that has them.
 
-The launcher and the bundled trainer write one; `report`, `tune` and `rok` read it.
+The launcher, the bundled trainer and the handle of a model's activations write one; `report`,
+`tune` and `rok` read it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class StepRecord:
     """One line of metrics.jsonl."""
 
     step: int
-    loss: float  # mean over the global batch
+    loss: float | None  # mean over the global batch; None: it is not known
     grad_norm: float | None  # before clipping
     step_time_s: float  # forward, backward, optimizer and schedule
     tokens_per_s: float

@@ -1,10 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one training step moved: `StepStatistics`. The engine counts, the trainer's logger shows."""
+"""What one training step moved: `StepStatistics`. The engine counts, the trainer's logger shows.
+
+`add_up` makes one of the counters of several micro-batches.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+# Of several micro-batches these are not summed up: of the first kind the last one counts, of the
+# second the largest. Sums of the third are 0, which says that there is none, unless all have one.
+_LATEST = ("write_bytes_per_s", "read_bytes_per_s", "tier_used_bytes", "plans")
+_LARGEST = ("reserved_bytes", "fragmented_bytes", "predicted_peak_bytes", "measured_peak_bytes")
+_COMPLETE = ("predicted_step_s", "measured_step_s")
 
 
 @dataclass
@@ -59,3 +69,24 @@ class StepStatistics:
         counters = dataclasses.asdict(self)
         del counters["unreplayed_by_operation"]
         return counters
+
+
+def add_up(micro_batches: Sequence[Mapping[str, int | float]]) -> dict[str, int | float]:
+    """The counters of a step from those of its micro-batches.
+
+    Args:
+        micro_batches: as `ActivationOffload.statistics` gives them, in order.
+
+    Returns:
+        Sums; the last or the largest value of what is no sum; empty if there is no micro-batch.
+    """
+    total: dict[str, int | float] = {}
+    for name in micro_batches[-1] if micro_batches else ():
+        values = [one[name] for one in micro_batches if name in one]
+        if name in _LATEST:
+            total[name] = values[-1]
+        elif name in _LARGEST:
+            total[name] = max(values)
+        else:
+            total[name] = 0.0 if name in _COMPLETE and not all(values) else sum(values)
+    return total

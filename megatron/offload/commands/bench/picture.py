@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.offload.commands.drawing import figure
+from megatron.offload.commands.drawing import BLUE, GRAY, figure
 from megatron.offload.sizes import format_size
 
-OURS, THEIRS = "tab:blue", "tab:gray"
+OURS, THEIRS = BLUE, GRAY
 LABELS = {"gbps": "GB/s  (more is better)", "cpu_s_per_gb": "CPU s/GB  (less is better)"}
 
 

@@ -20,19 +20,28 @@ from megatron.offload.activations.stats.memory_parts import (
     Moment,
     StepMemory,
 )
-from megatron.offload.commands.drawing import figure
+from megatron.offload.commands.drawing import (
+    BLUE,
+    GRAY,
+    GREEN,
+    ORANGE,
+    PINK,
+    RED,
+    SKY,
+    YELLOW,
+    figure,
+)
 from megatron.offload.sizes import MIB
 
-# Colours of Okabe and Ito, which colour-blind people can tell apart.
 _COLOURS = {
-    KEPT: "#0072B2",
-    OUTSIDE: "#56B4E9",
-    HELD: "#999999",
-    WRITING: "#E69F00",
-    AHEAD: "#009E73",
-    USED: "#F0E442",
-    RECOMPUTED: "#CC79A7",
-    REPLAYED: "#D55E00",
+    KEPT: BLUE,
+    OUTSIDE: SKY,
+    HELD: GRAY,
+    WRITING: ORANGE,
+    AHEAD: GREEN,
+    USED: YELLOW,
+    RECOMPUTED: PINK,
+    REPLAYED: RED,
     REST: "#DDDDDD",
 }
 _SHADED = "backward"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron.offload.commands.drawing import begin_near, figure, look_of
+from megatron.offload.commands.drawing import GRAY, begin_near, figure, look_of
 from megatron.offload.commands.plan.comparison import REPLAY_ALL, PlanComparison
 
 GIB = 1 << 30
@@ -43,7 +43,7 @@ def _draw(axes: Any, comparison: PlanComparison) -> None:
     if replays:
         without = comparison.curve_without_replay
         plain = sorted((one.peak_bytes / GIB, keep_s / one.step_s) for _, one in without)
-        axes.plot(*zip(*plain, strict=True), "o--", color="tab:gray", label="plans without replay")
+        axes.plot(*zip(*plain, strict=True), "o--", color=GRAY, label="plans without replay")
         _mark_goal(axes, comparison)
     for name, one in comparison.strategies.items():
         if one is None or name not in _STRATEGIES:
@@ -58,7 +58,7 @@ def _mark_goal(axes: Any, comparison: PlanComparison) -> None:
     keep_s = comparison.keep.step_s
     for one, color, which, above in (
         (comparison.predicted, look_of("auto").color, "with replay", 9),
-        (comparison.without_replay, "tab:gray", "without", -30),
+        (comparison.without_replay, GRAY, "without", -30),
     ):
         if one is None:
             continue

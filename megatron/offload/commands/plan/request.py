@@ -113,7 +113,7 @@ def projections_of(args: argparse.Namespace) -> tuple[Projection, ...]:
         raise ConfigurationError(
             f"--hardware needs a model as well; give {', '.join(missing)}, or --profile FILE"
         )
-    model, parallel = _model(args), _parallelism(args)
+    model, parallel = model_of(args), _parallelism(args)
     replay = args.activation_replay or ("on" if model.eager else "off")
     gpu = GpuSpec.load(args.hardware)
     if args.matmul_fraction is not None:
@@ -164,7 +164,8 @@ def _experts(args: argparse.Namespace) -> Experts | None:
     )
 
 
-def _model(args: argparse.Namespace) -> Transformer:
+def model_of(args: argparse.Namespace) -> Transformer:
+    """The model that the flags of `add_model` describe. Raises ConfigurationError."""
     if args.num_query_groups is not None and not args.group_query_attention:
         raise ConfigurationError(
             "--num-query-groups means nothing without --group-query-attention; give both"

@@ -10,7 +10,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.offload.commands.drawing import figure
+from megatron.offload.commands.drawing import figure, look_of
 from megatron.offload.commands.plan.schedules import Schedules, pairs_of
 
 
@@ -59,7 +59,7 @@ def draw_schedules(schedules: Schedules, path: Path) -> None:
 
 def _draw(axes: Any, schedules: Schedules) -> None:
     streamed, hardware = schedules.of, schedules.of.of.hardware
-    for number, tier in enumerate(("host", "ssd") if hardware.num_drives else ("host",)):
+    for tier in ("host", "ssd") if hardware.num_drives else ("host",):
         pairs = schedules.pairs
         if tier != streamed.parameters_on:
             pairs = pairs_of(dataclasses.replace(streamed, parameters_on=tier))
@@ -68,7 +68,7 @@ def _draw(axes: Any, schedules: Schedules) -> None:
                 [one.tokens for one in costs],
                 [one.tokens_per_s for one in costs],
                 style,
-                color=f"C{number}",
+                color=look_of(tier).color,
                 markersize=size,
                 fillstyle="none",
                 label=f"{name}, parameters on {tier}",

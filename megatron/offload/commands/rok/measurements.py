@@ -11,7 +11,7 @@ import dataclasses
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, quantiles
 
 from megatron.offload.commands.plan.comparison import frontier
 from megatron.offload.commands.rok.strategy import Strategy
@@ -32,6 +32,8 @@ class MeasuredPoint:
         num_plans: that `auto` made before it settled.
         num_rounds: that it was measured in.
         replayed_bytes: neither kept nor written, but computed again.
+        fast_step_s, slow_step_s: a quarter of the steps that count took less than the first, a
+            quarter more than the second; None: there were too few, or it is of an older release.
     """
 
     placement: str
@@ -52,6 +54,8 @@ class MeasuredPoint:
     stall_s: float
     num_rounds: int
     replayed_bytes: float = 0.0
+    fast_step_s: float | None = None
+    slow_step_s: float | None = None
 
     @property
     def strategy(self) -> Strategy:
@@ -97,6 +101,8 @@ def _figure(
 
     predicted = of_offload("predicted_step_s") if strategy.placement == "auto" else 0.0
     step_s = median(run.step_time_s(skip) for run in own)
+    times_s = [seconds for run in own for seconds in run.step_times_s(skip)]
+    fast_s, _, slow_s = quantiles(times_s, method="inclusive") if len(times_s) > 1 else [None] * 3
     tokens = median(run.tokens_per_s(skip) * run.step_time_s(skip) for run in own)
     return MeasuredPoint(
         **dataclasses.asdict(strategy),
@@ -112,6 +118,8 @@ def _figure(
         stall_s=of_offload("stall_s"),
         num_rounds=len(own),
         replayed_bytes=of_offload("replayed_bytes"),
+        fast_step_s=fast_s,
+        slow_step_s=slow_s,
     )
 
 

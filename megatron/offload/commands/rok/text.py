@@ -34,10 +34,8 @@ def measurements_table(measured: Sequence[MeasuredPoint]) -> str:
     """
     rows = [_row(one) for one in measured]
     sizes = {one.micro_batch_size for one in measured}
-    idle = {heading for place, heading in enumerate(_HEADINGS) if not any(r[place] for r in rows)}
-    if len(sizes) == 1:
-        idle.add(_HEADINGS[0])
-    places = [place for place, heading in enumerate(_HEADINGS) if heading not in idle]
+    first = 1 if len(sizes) == 1 else 0
+    places = [place for place in range(first, len(_HEADINGS)) if any(row[place] for row in rows)]
     upper, lower = zip(*(_HEADINGS[place].split("\n") for place in places), strict=True)
     shown = [upper, lower, *([row[place] for place in places] for row in rows)]
     return tabulate(shown, tablefmt="plain", disable_numparse=True)

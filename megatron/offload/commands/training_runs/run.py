@@ -78,7 +78,11 @@ class Run:
 
     def step_time_s(self, skip: int) -> float:
         """Median time of the steps that count, in seconds."""
-        return median(step["step_time_s"] for step in self.settled_steps(skip))
+        return median(self.step_times_s(skip))
+
+    def step_times_s(self, skip: int) -> list[float]:
+        """Times of the steps that count, in seconds, in order."""
+        return [step["step_time_s"] for step in self.settled_steps(skip)]
 
     def times_by_turn(self, skip: int) -> dict[int, float]:
         """Step times in seconds by turn; of a training that took none, its median as turn 0."""

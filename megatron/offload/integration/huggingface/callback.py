@@ -44,8 +44,10 @@ class OffloadCallback(TrainerOffload, TrainerCallback):
     frozen parts are computed once (`cache_frozen`). Log lines get `offload/offloaded_gib`,
     `offload/stall_s`, `offload/peak_activation_gib` and others, see `TrainerFigures.take`: of the
     optimizer steps since the last line, all micro-batches of a step together. All reporters of the
-    Trainer get them, its log history and what it prints. A line at the beginning and one at the
-    end say what was found and what it came to, unless `log_level` is above `warning`.
+    Trainer get them, its log history and what it prints. `metrics_file` gets a line for each
+    optimizer step, with the loss that the Trainer logs after it, if it logs one. A line at the
+    beginning and one at the end say what was found and what it came to, unless `log_level` is above
+    `warning`.
     """
 
     def evaluate_in_units(
@@ -87,8 +89,7 @@ class OffloadCallback(TrainerOffload, TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Begins to measure an optimizer step."""
-        if self.figures is not None:
-            self.figures.begin_step()
+        self.begin_step()
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -108,8 +109,7 @@ class OffloadCallback(TrainerOffload, TrainerCallback):
     ) -> None:
         """Counts the last micro-batch of an optimizer step."""
         self.add_micro_batch()
-        if self.figures is not None:
-            self.figures.end_step()
+        self.end_step(state.global_step)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -128,6 +128,8 @@ class OffloadCallback(TrainerOffload, TrainerCallback):
         """Adds to a training's log line; those of evaluation and the last one are left alone."""
         if logs is None or "loss" not in logs or self.figures is None:
             return
+        if self.log is not None:
+            self.log.note(state.global_step, logs)
         added = self.figures.take()
         logs.update(added)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -25,21 +26,25 @@ class OffloadCallback(TrainerOffload, Callback):
     frozen parts are computed once (`cache_frozen`). The modules that `training_step` calls are the
     models: attributes of the LightningModule. Each training batch is logged as
     `offload/offloaded_gib`, `offload/stall_s`, `offload/peak_activation_gib` and so on, see
-    `TrainerFigures.take`. A line at the beginning and one at the end, in Lightning's own log, say
+    `TrainerFigures.take`; `metrics_file` gets a line for each optimizer step, with the loss that
+    Lightning optimizes. A line at the beginning and one at the end, in Lightning's own log, say
     what was found and what it came to.
     """
 
+    _num_steps = 0  # of the optimizers, so far
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins to offload."""
-        self.open(pl_module, trainer.optimizers, trainer.strategy.root_device)
+        device = trainer.strategy.root_device
+        self.open(pl_module, trainer.optimizers, device, counts_tokens=False)
+        self._num_steps = trainer.global_step
         rank_zero_info(self.opening())
 
     def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Begins to measure a batch."""
-        if self.figures is not None:
-            self.figures.begin_step()
+        self.begin_step(batch)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measures what forward and backward took."""
@@ -47,12 +52,15 @@ class OffloadCallback(TrainerOffload, Callback):
             self.figures.end_passes()
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any
     ) -> None:
         """Logs what the batch moved."""
-        self.add_micro_batch()
+        is_known = pl_module.automatic_optimization and isinstance(outputs, Mapping)
+        self.add_micro_batch(outputs.get("loss") if is_known else None)  # divided by their number
+        has_stepped = trainer.global_step > self._num_steps
+        self._num_steps = trainer.global_step
+        self.end_step(self._num_steps if has_stepped else None)
         if self.figures is not None:
-            self.figures.end_step()
             for name, value in self.figures.take().items():
                 pl_module.log(name, value)
 

@@ -27,6 +27,7 @@ from megatron.offload.integration.engine_passes import EnginePasses
 from megatron.offload.integration.open_streams import OPEN
 from megatron.offload.integration.own_attributes import Replaced
 from megatron.offload.integration.torch.compute_device import compute_device
+from megatron.offload.integration.torch.forward_steps import ForwardSteps
 from megatron.offload.integration.torch.layer_calls import LayerCalls
 from megatron.offload.integration.torch.module_hooks import ModuleHooks
 from megatron.offload.integration.torch.passes import Passes
@@ -109,7 +110,7 @@ class ActivationOffload:
         )
         self._hooks = ModuleHooks()
         self._closing = contextlib.ExitStack()  # what is to be undone
-        self._log: StepLog | None = None
+        self._seen_steps: ForwardSteps | None = None  # where a file gets a line for each
         self._log_hooks = ModuleHooks()
         self._watched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # sharded modules
         self._num_steps = 0
@@ -245,15 +246,26 @@ class ActivationOffload:
             path: of the file.
             in_turns: each step waits for a line on the standard input.
         """
-        self._log = log = StepLog(path, lambda: self.statistics, in_turns=in_turns)
+        log = StepLog(path, in_turns=in_turns)
+        self._seen_steps = seen = ForwardSteps(log, lambda: self.statistics)
         for model in self._models:
-            self._log_hooks.add(model, log.begin, log.end, outside_of_graphs=True)
+            self._log_hooks.add(model, seen.begin, seen.end, outside_of_graphs=True)
+
+    def told_steps(self, *, counts_tokens: bool) -> StepLog | None:
+        """The log, if there is one; the caller tells it from now on where steps begin and end.
+
+        Args:
+            counts_tokens: the log goes on to count the tokens that the model is called with.
+        """
+        if self._seen_steps is None:
+            return None
+        return self._seen_steps.hand_over(counts_tokens=counts_tokens)
 
     def _close_log(self) -> None:
-        if self._log is not None:
+        if self._seen_steps is not None:
             self._log_hooks.remove()
-            self._log.close()
-            self._log = None
+            self._seen_steps.close()
+            self._seen_steps = None
 
     def close(self) -> None:
         """Takes the hooks off, waits for transfers and gives memory and disk space back."""

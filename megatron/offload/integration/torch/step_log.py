@@ -1,179 +1,205 @@
 # SPDX-License-Identifier: Apache-2.0
 """A line for each training step in a file: `StepLog`. `megatron-offload report` reads it.
 
-It detects steps itself, so that a run without offload is measured in the same way. The handle
-opens it; nothing depends on it. A step takes as long as the device needs for it: where that runs
-behind, its line comes when the device has passed it, and nothing waits for that.
+`ForwardSteps` tells it where a loop's steps begin and end, `TrainerOffload` where a trainer's do. A
+step takes as long as the device needs for it: where that runs behind, its line comes when the
+device has passed it, and nothing waits for that.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron.offload.device.clock import Clock, Moment
-from megatron.offload.device.cuda import is_captured
 from megatron.offload.device.device import Device
 from megatron.offload.device.open import open_device
-from megatron.offload.integration.torch.passes import computed_in, tensors_in
-from megatron.offload.integration.torch.surroundings import can_hook
-from megatron.offload.stats.memory import PeakMemory
+from megatron.offload.integration.torch.passes import tensors_in
+from megatron.offload.stats.metrics_file import MetricsFile, StepRecord
+from megatron.offload.stats.statistics import add_up
 
 logger = logging.getLogger(__name__)
 
 
 class StepLog:
-    """Writes what each step took. A step is a forward pass and what follows until the next one.
+    """Writes what each step took. A step has one micro-batch or more.
 
     Args:
         path: of the file; its folder is made.
-        statistics: of the step, from the engine; empty without offload.
         in_turns: each step waits for a line on the standard input.
+
+    Raises:
+        OSError: the file cannot be made.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        statistics: Callable[[], Mapping[str, int | float]],
-        *,
-        in_turns: bool = False,
-    ) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w", encoding="utf-8")
-        self._statistics = statistics
+    def __init__(self, path: Path, *, in_turns: bool = False) -> None:
+        self._path = path
+        self._file: MetricsFile | None = MetricsFile(path, first_step=0)
         self._in_turns = in_turns
-        self._device: Device | None = None  # of the model, like what follows
+        self._device: Device | None = None
         self._clock: Clock | None = None
-        self._memory: PeakMemory | None = None
-        self._depth = 0  # of calls of hooked modules within each other
-        self._number = 0  # of the step under way, from 1
         self._began: Moment = None
-        self._ended: Moment = None  # its passes
-        self._tokens = 0
-        self._loss: torch.Tensor | None = None
-        self._peak_bytes: int | None = None
+        self._is_under_way = False
+        self._num_tokens = 0  # of the step under way, as what follows
+        self._statistics: list[Mapping[str, int | float]] = []
+        self._peaks: dict[str, int] = {}
+        self._losses: list[torch.Tensor] = []
+        self._last: _Line | None = None  # of the step before, until a trainer has logged its loss
 
-    def begin(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A hooked module is called: if it is a training's forward pass, a step begins."""
-        self._depth += 1
-        if self._depth > 1 or not _is_training():
-            return
-        if self._clock is not None:
-            self._end_step(self._clock, self._clock.now())
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a step has begun and not ended."""
+        return self._is_under_way
+
+    def begin(self, of_compute: torch.device) -> Device:
+        """A step begins.
+
+        Args:
+            of_compute: the device that the model is on.
+
+        Returns:
+            That device.
+        """
+        if self._device is None or self._clock is None:
+            self._device = open_device(of_compute)
+            self._clock = Clock(self._device)
+        self._write_last()
         if self._in_turns:
-            if self._clock is not None:
-                self._clock.wait()  # for its line, which gives this step its turn
+            self._clock.wait()  # for the line of the step before, which gives this one its turn
             if not sys.stdin.readline():
                 sys.exit(0)
-        if self._memory is None or self._clock is None:
-            first = next(module.parameters(), torch.empty(0))
-            self._device = open_device(first.device)
-            self._clock, self._memory = Clock(self._device), PeakMemory(self._device)
-        self._number += 1
-        self._tokens = _tokens_of((args, kwargs))
-        self._memory.begin_step()
-        self._peak_bytes = None
-        self._began = self._ended = self._clock.now()
+        self._num_tokens, self._statistics, self._peaks, self._losses = 0, [], {}, []
+        self._is_under_way = True
+        self._began = self._clock.now()
+        return self._device
 
-    def end(self, module: torch.nn.Module, result: Any) -> None:
-        """The call of a hooked module has ended."""
-        self._depth = max(self._depth - 1, 0)
-        if self._depth or not self._number or not _is_training():
+    def now(self) -> Moment:
+        """This moment of the device; None before the first step."""
+        return None if self._clock is None else self._clock.now()
+
+    def add_tokens(self, inputs: Any) -> None:
+        """Counts the tokens of a batch of text, or the samples of any other."""
+        self._num_tokens += _tokens_of(inputs)
+
+    def add_loss(self, loss: Any) -> None:
+        """Adds a micro-batch's part of the loss of the step; what is no number is left out."""
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            self._losses.append(loss.detach())
+
+    def add(self, statistics: Mapping[str, int | float]) -> None:
+        """Adds the counters of a micro-batch; empty: nothing is offloaded."""
+        if statistics:
+            self._statistics.append(dict(statistics))
+
+    def add_peaks(self, peaks: Mapping[str, int]) -> None:
+        """Adds the peaks of a micro-batch, or of all: the largest of a step count.
+
+        Args:
+            peaks: `peak_activation_bytes` and `peak_device_bytes`.
+        """
+        for name, num_bytes in peaks.items():
+            self._peaks[name] = max(self._peaks.get(name, 0), num_bytes)
+
+    def end(self, number: int, ended: Moment = None) -> None:
+        """A step is over for the host; its line is written when it is over for the device.
+
+        Args:
+            number: of the step.
+            ended: when it ended for the device; None: now.
+        """
+        if not self._is_under_way or self._clock is None:
             return
-        self._loss = _loss_of(result)
-        for one in computed_in(result):
-            one.register_hook(self._begin_backward)
+        self._is_under_way = False
+        activation_bytes = self._peaks.get("peak_activation_bytes", 0)
+        record = StepRecord(
+            step=number,
+            loss=None,
+            grad_norm=None,
+            step_time_s=0.0,
+            tokens_per_s=float(self._num_tokens),
+            peak_activation_bytes=activation_bytes,
+            peak_activation_bytes_rank0=activation_bytes,
+            peak_device_bytes=self._peaks.get("peak_device_bytes", 0),
+            learning_rate=None,
+            offload=add_up(self._statistics),
+        )
+        ended = self._clock.now() if ended is None else ended
+        self._last = _Line(record, self._began, ended, self._losses)
+
+    def note(self, number: int, logged: Mapping[str, Any]) -> None:
+        """What a trainer logs of a step that has ended and of no later one.
+
+        Args:
+            number: of the step.
+            logged: by name: `loss`, `grad_norm`, `learning_rate`, others; those are left out.
+        """
+        if self._last is None or self._last.record.step != number:
+            return
+        for name in ("loss", "grad_norm", "learning_rate"):
+            if isinstance(logged.get(name), int | float):
+                setattr(self._last.record, name, float(logged[name]))
 
     def close(self) -> None:
-        """Writes the last step, as long as its passes took."""
+        """Writes the last step. One that has not ended gets no line."""
+        self._write_last()
         if self._clock is not None:
-            self._end_step(self._clock, self._ended)
             self._clock.wait()
         self._close_file()
 
     def _close_file(self) -> None:
-        with contextlib.suppress(OSError):  # it tries again to write what it could not
-            self._file.close()
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # it tries again to write what it could not
+                file.close()
 
-    def _begin_backward(self, _: torch.Tensor) -> None:
-        engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(self._end_backward)
+    def _write_last(self) -> None:
+        line, self._last = self._last, None
+        if line is not None and self._clock is not None:
+            self._clock.tell(line.began, line.ended, functools.partial(self._write, line))
+            self._clock.read()
 
-    def _end_backward(self) -> None:
-        if self._memory is not None:
-            self._peak_bytes = max(self._memory.end_step(), self._peak_bytes or 0)
-        if self._clock is not None:
-            self._ended = self._clock.now()
-
-    def _end_step(self, clock: Clock, ended: Moment) -> None:
-        """The step is over for the host; its line is written when it is over for the device."""
-        if not self._number or self._file.closed or self._memory is None:
+    def _write(self, line: _Line, seconds: float) -> None:
+        if self._file is None:
             return
-        peak_bytes = self._memory.end_step() if self._peak_bytes is None else self._peak_bytes
-        line: dict[str, Any] = {
-            "step": self._number,
-            "loss": None,
-            "grad_norm": None,
-            "step_time_s": 0.0,
-            "tokens_per_s": float(self._tokens),
-            "peak_activation_bytes": peak_bytes,
-            "peak_activation_bytes_rank0": peak_bytes,
-            "peak_device_bytes": self._memory.device_bytes(),
-        }
-        statistics = self._statistics()
-        if statistics:
-            line["offload"] = dict(statistics)
-        loss, self._loss = self._loss, None
-        clock.tell(self._began, ended, functools.partial(self._write, line, loss))
-        clock.read()
-
-    def _write(self, line: dict[str, Any], loss: torch.Tensor | None, seconds: float) -> None:
-        if self._file.closed:
-            return
-        if loss is not None:
-            assert self._device is not None
-            line["loss"] = self._device.number(loss)
-        line["step_time_s"] = seconds = max(seconds, 1e-9)
-        line["tokens_per_s"] /= seconds
+        record = line.record
+        if line.losses:
+            assert self._device is not None, "a line is of a step that has begun"
+            record.loss = sum(self._device.number(one) for one in line.losses)
+        record.step_time_s = max(seconds, 1e-9)
+        record.tokens_per_s /= record.step_time_s
         try:
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
+            self._file.write(record)
         except OSError as error:  # a disk that is full by now is no reason to end a training
             logger.warning(
                 "activation offload: the metrics file %s cannot be written: %s; it ends here",
-                self._file.name,
+                self._path,
                 error.strerror,
             )
             self._close_file()
 
 
-def _is_training() -> bool:
-    """Whether this is the forward pass of a step; while a graph is captured none runs."""
-    return torch.is_grad_enabled() and can_hook() and not is_captured()
+class _Line:
+    """A line that is not written yet."""
+
+    def __init__(
+        self, record: StepRecord, began: Moment, ended: Moment, losses: Sequence[torch.Tensor]
+    ) -> None:
+        self.record = record
+        self.began = began
+        self.ended = ended
+        self.losses = losses
 
 
 def _tokens_of(inputs: Any) -> int:
-    """Tokens of a batch of text, or samples of any other."""
     tensors = [one for one in tensors_in(inputs) if one.dim()]
     for one in tensors:
         if one.dim() == 2 and not one.is_floating_point():
             return one.numel()
     return tensors[0].shape[0] if tensors else 0
-
-
-def _loss_of(result: Any) -> torch.Tensor | None:
-    """The loss that a model returns, if it is one of those that do."""
-    if isinstance(result, Mapping):
-        result = result.get("loss")
-    elif not isinstance(result, torch.Tensor):
-        result = getattr(result, "loss", result[0] if isinstance(result, tuple | list) else None)
-    is_number = isinstance(result, torch.Tensor) and result.numel() == 1
-    return result.detach() if is_number else None

@@ -2,7 +2,6 @@
 """What callbacks of trainers share: `TrainerOffload` opens with a training and closes with it.
 
 The callbacks for transformers and Lightning are made of it; it calls `offload_activations`,
-The callbacks for transformers and Lightning are made of it; it calls `offload_activations`,
 `offload_optimizer`, `offload_parameters` and `cache_frozen`.
 """
 
@@ -27,6 +26,7 @@ from megatron.offload.integration.torch.parameter_offload import (
     ParameterOffload,
     offload_parameters,
 )
+from megatron.offload.integration.torch.step_log import StepLog
 from megatron.offload.integration.torch.trainer_figures import TrainerFigures
 from megatron.offload.keywords import ActivationMode, ActivationSettings
 from megatron.offload.parameters.config import ParametersConfig
@@ -72,6 +72,7 @@ class TrainerOffload:
         offload: the handle of the training under way, or of the last one.
         others: while one is under way, the handles of parameters and optimizers, in this order.
         figures: of that training; None before the first one.
+        log: of its steps, where there is a metrics file.
         frozen: the handle of `cache_frozen`, likewise.
 
     Raises:
@@ -91,6 +92,8 @@ class TrainerOffload:
         self.offload: ActivationOffload | None = None
         self.frozen: FrozenFeatures | None = None
         self.figures: TrainerFigures | None = None
+        self.log: StepLog | None = None
+        self._device = torch.device("cpu")
         # As they are called now: the working directory may be another one when training begins.
         self._directory = directory = None if directory is None else paths_of(directory)
         self._settings = settings
@@ -135,6 +138,8 @@ class TrainerOffload:
         model: torch.nn.Module,
         optimizers: Iterable[torch.optim.Optimizer],
         device: torch.device,
+        *,
+        counts_tokens: bool = True,
     ) -> None:
         """Offloads this model, and ends what a training of it that failed has left open.
 
@@ -142,6 +147,8 @@ class TrainerOffload:
             model: that is about to be trained.
             optimizers: of its parameters.
             device: where it computes.
+            counts_tokens: the metrics file counts the tokens that the model is called with; False:
+                `begin_step` is told the batch.
         """
         self.close()
         modules = set(model.modules())
@@ -162,6 +169,8 @@ class TrainerOffload:
         if self._of_states is not None:
             for optimizer in optimizers:
                 self.others.append(offload_optimizer(optimizer, **self._of_states))
+        self._device = device
+        self.log = self.offload.told_steps(counts_tokens=counts_tokens)
         self.figures = TrainerFigures(device)
 
     def close(self) -> None:
@@ -174,10 +183,45 @@ class TrainerOffload:
         while self.others:
             self.others.pop().close()
 
-    def add_micro_batch(self) -> None:
-        """Adds what the last micro-batch moved to the figures."""
+    def begin_step(self, batch: Any = None) -> None:
+        """Begins to measure an optimizer step, or the next micro-batch of one.
+
+        Args:
+            batch: that comes next, where the model's calls do not show its tokens.
+        """
+        if self.figures is not None:
+            self.figures.begin_step()
+        if self.log is not None:
+            if not self.log.is_under_way:
+                self.log.begin(self._device)
+            if batch is not None:
+                self.log.add_tokens(batch)
+
+    def add_micro_batch(self, loss: Any = None) -> None:
+        """Adds what the last micro-batch moved to the figures.
+
+        Args:
+            loss: the part of the step's loss that is this micro-batch's; None: it is not known.
+        """
         if self.figures is not None and self.offload is not None:
             self.figures.add(self.offload.statistics)
+            if self.log is not None:
+                self.log.add(self.offload.statistics)
+                self.log.add_loss(loss)
+
+    def end_step(self, number: int | None) -> None:
+        """Adds the peaks of what `begin_step` began.
+
+        Args:
+            number: of the optimizer step that has ended; None: it goes on.
+        """
+        if self.figures is None:
+            return
+        peaks = self.figures.end_step()
+        if self.log is not None:
+            self.log.add_peaks(peaks)
+            if number is not None:
+                self.log.end(number)
 
     def end_epoch(self) -> None:
         """Says so if no row of the epoch was found; see `FrozenFeatures.end_epoch`."""

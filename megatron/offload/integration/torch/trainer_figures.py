@@ -70,15 +70,23 @@ class TrainerFigures:
         for name in names:
             self._sums[name] = self._sums.get(name, 0.0) + statistics[name]
 
-    def end_step(self) -> None:
-        """The optimizer has stepped."""
+    def end_step(self) -> dict[str, int]:
+        """The optimizer has stepped.
+
+        Returns:
+            The peaks of the step by name, in bytes; empty: memory cannot be read here.
+        """
         self._num_steps += 1
-        if self._memory is not None:
-            grown = self._memory.end_step() if self._passes_bytes is None else self._passes_bytes
-            peaks = {"activation": grown, "device": self._memory.device_bytes()}
-            for name, num_bytes in peaks.items():
-                key = f"peak_{name}_bytes"
-                self._peaks[key] = max(self._peaks.get(key, 0), num_bytes)
+        if self._memory is None:
+            return {}
+        grown = self._memory.end_step() if self._passes_bytes is None else self._passes_bytes
+        peaks = {
+            "peak_activation_bytes": grown,
+            "peak_device_bytes": self._memory.device_bytes(),
+        }
+        for name, num_bytes in peaks.items():
+            self._peaks[name] = max(self._peaks.get(name, 0), num_bytes)
+        return peaks
 
     def take(self) -> dict[str, float]:
         """What a log line says of the steps since the last one; empty if there were none.

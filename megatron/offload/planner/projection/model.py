@@ -163,6 +163,20 @@ class Transformer:
         )
 
     @property
+    def flops_per_token(self) -> float:
+        """Operations of forward and backward that the model asks for, for each token.
+
+        No recomputation counts, and of attention only what a causal mask leaves.
+        """
+        weights = self.vocab_size * self.hidden_size
+        for layer in range(1, self.num_layers + 1):
+            weights += self.parameters_outside_experts(layer)
+            if self.experts is not None and self.has_experts(layer):
+                weights += self.experts.topk * self._mlp_parameters(self.expert_size)
+        scores = 2 * self.num_layers * self.seq_length * self.query_size  # of two products
+        return 6.0 * (weights + scores * (0.5 if self.causal else 1.0))
+
+    @property
     def _attention_parameters(self) -> int:
         return self.hidden_size * (2 * self.query_size + 2 * self.key_size)
 
