@@ -131,6 +131,43 @@ def test_experts_are_read_where_they_are_and_nothing_is_written(
     assert "not read where they are" not in caplog.text
 
 
+def other_experts(family: str) -> Any:
+    """Settings of families with other names, and with layers of several kinds."""
+    if family == "phimoe":
+        return transformers.PhimoeConfig(**SIZES, intermediate_size=48, num_local_experts=4)
+    if family == "gpt_oss":
+        return transformers.GptOssConfig(
+            **SIZES, intermediate_size=48, num_local_experts=4, head_dim=8
+        )
+    return transformers.DeepseekV3Config(
+        **{**SIZES, "num_key_value_heads": 4},
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        n_routed_experts=8,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        kv_lora_rank=8,
+        q_lora_rank=8,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+    )
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "phimoe"])
+def test_other_families_are_read_where_they_are(tmp_path: Path, family: str) -> None:
+    torch.manual_seed(1)
+    model_of(other_experts(family)).save_pretrained(tmp_path)
+    other = in_memory(tmp_path)
+    model = without_memory(tmp_path).eval().requires_grad_(False)
+    tokens = torch.randint(VOCABULARY, (2, 8))
+    with offload_parameters(model, mode="host", weights=tmp_path, in_place=True) as offloaded:
+        assert torch.equal(model(tokens).logits, other(tokens).logits)
+        assert offloaded.statistics["written_bytes"] == 0
+        assert_same(model.state_dict(), other.state_dict())
+
+
 def test_adapters_may_be_there_before_where_the_model_is_in_memory(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
