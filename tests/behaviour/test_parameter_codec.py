@@ -140,6 +140,41 @@ def test_few_bits_move(tmp_path: Path, codec: str, ratio: float) -> None:
     assert written[codec] <= (ratio + page_part) * written["off"]
 
 
+class Routed(torch.nn.Module):
+    """A layer with a matrix for a few experts beside much larger ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = torch.nn.Linear(HIDDEN, 4, bias=False)
+        self.wide = torch.nn.Parameter(torch.randn(4, 1050, HIDDEN) / 8)
+        self.near = torch.nn.Linear(HIDDEN, 5, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = self.gate(x).softmax(-1)
+        wide = torch.einsum("...h,ewh,...e->...w", x, self.wide, chosen)
+        return x + wide[..., :HIDDEN] + self.near(x).sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+def test_a_router_stays_exact(tmp_path: Path, codec: str) -> None:
+    """It has less than a thousandth of the largest matrix, and another small one has more."""
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(*(Routed() for _ in range(3))).requires_grad_(False)
+    expected = {name: one.clone() for name, one in model.state_dict().items()}
+    for name, one in expected.items():
+        if "gate" not in name:
+            module = torch.nn.ParameterList([torch.nn.Parameter(one, requires_grad=False)])
+            round_matrices(module, codec)
+            assert not torch.equal(one, model.state_dict()[name])
+    with offload_parameters(model, tmp_path, layers=[Routed], codec=codec) as offloaded:
+        found = model.state_dict()
+        assert all(torch.equal(found[name], one) for name, one in expected.items())
+        unit = shown(offloaded)[0]
+        number = 4 * 1050 * HIDDEN + 5 * HIDDEN
+        least = CODECS[codec].encoded_bytes(number, torch.float32) + 4 * HIDDEN * 4
+        assert least <= unit.moved_bytes <= least + 3 * 4096
+
+
 def test_adapters_stay_in_memory_and_the_rest_is_never_written_again(tmp_path: Path) -> None:
     model = Model()
     with offload_parameters(model, tmp_path) as offloaded:

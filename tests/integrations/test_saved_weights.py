@@ -13,17 +13,15 @@ import torch
 
 from megatron.offload import ConfigurationError, offload, offload_parameters
 from megatron.offload.errors import LostStateError
-from megatron.offload.integration.torch import saved_weights
+from megatron.offload.integration.torch import saved_values
 from megatron.offload.parameters.filed_unit import FiledUnit
 from megatron.offload.parameters.weight_files import SavedTensor, WeightFiles
-from tests.support.frozen import round_matrices
+from tests.support.frozen import VOCABULARY, assert_same, round_matrices, train, with_adapters
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 accelerate = pytest.importorskip("accelerate")
 save_file = pytest.importorskip("safetensors.torch").save_file
-
-VOCABULARY = 61
 
 
 def config(*, tied: bool = False) -> Any:
@@ -57,35 +55,8 @@ def without_memory(*, tied: bool = False) -> Any:
         return transformers.LlamaForCausalLM(config(tied=tied))
 
 
-def with_adapters(model: Any) -> Any:
-    torch.manual_seed(5)
-    settings = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], lora_dropout=0.1)
-    return peft.get_peft_model(model, settings)
-
-
-def train(model: Any) -> list[float]:
-    trained = [one for one in model.parameters() if one.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2)
-    torch.manual_seed(9)
-    losses = []
-    for _ in range(3):
-        tokens = torch.randint(VOCABULARY, (2, 16))
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
-
-
 def adapters_of(model: Any) -> dict[str, torch.Tensor]:
     return dict(peft.get_peft_model_state_dict(model))
-
-
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, one in expected.items():
-        assert torch.equal(found[name], one), name
 
 
 @pytest.mark.parametrize("codec", ["off", "int8", "nf4"])
@@ -368,7 +339,7 @@ def test_layers_that_are_trained_or_of_another_type_are_written(
     [
         ({"codec": "int8"}, "give one of the two"),
         ({"weights": None}, "say where with weights="),
-        ({"trained": True}, "frozen as a whole and saved in their own type, and none is"),
+        ({"trained": True}, "frozen as a whole, and none is"),
     ],
 )
 def test_what_in_place_does_not_go_with(
@@ -457,7 +428,7 @@ def test_a_file_that_is_cut_short_meanwhile_is_an_error_and_leaves_nothing_open(
     copied.mkdir()
     for one in folder.iterdir():
         (copied / one.name).write_bytes(one.read_bytes())
-    real = saved_weights.WeightFiles
+    real = saved_values.WeightFiles
 
     def then_cut(path: Path, base: str) -> Any:
         found = real(path, base)
@@ -465,7 +436,7 @@ def test_a_file_that_is_cut_short_meanwhile_is_an_error_and_leaves_nothing_open(
         last.write_bytes(last.read_bytes()[:-100])
         return found
 
-    monkeypatch.setattr(saved_weights, "WeightFiles", then_cut)
+    monkeypatch.setattr(saved_values, "WeightFiles", then_cut)
     directory = tmp_path / "offload"
     directory.mkdir()
     with pytest.raises(OSError, match="was cut short at byte"):

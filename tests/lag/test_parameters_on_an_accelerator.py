@@ -26,7 +26,6 @@ from megatron.offload.sizes import MIB
 from megatron.offload.tiers.drive import Drive
 from tests.support.accelerators import Lag
 from tests.support.beneath import beneath
-from tests.support.frozen import round_matrices
 from tests.support.lag.module import LagModule
 from tests.support.training import Stack, moving
 from tests.support.waiting import SOON_S
@@ -108,38 +107,6 @@ def test_all_bits_are_the_same_with_all_that_moves(
 ) -> None:
     moves = ("parameters", "states", "activations")
     assert_equal(train(lag, tmp_path, *moves, units=units, live_units=3), expected)
-
-
-def train_frozen(lag: LagModule, directory: Path | None, codec: str | None) -> list[torch.Tensor]:
-    """Losses and weights, in host memory; the layers are frozen. Without a codec: in memory."""
-    model = Stack(HIDDEN, LAYERS)
-    model.layers.requires_grad_(False)
-    if codec is None:
-        round_matrices(model.layers, "nf4")
-    model.to(DEVICE)
-    optimizer, found = torch.optim.SGD(model.first.parameters(), lr=0.1), []
-    settings = {"mode": "off"} if codec is None else {"codec": codec}
-    lag.set_delays(*DELAYS[0], seed=0)  # they leave as soon as they are encoded
-    with offload_parameters(model, directory, **settings):
-        for number in range(2 * STEPS):
-            lag.set_delays(*DELAYS[number % STEPS], seed=number)
-            loss = model(micro_batches(number)[0])
-            loss.backward()
-            found.append(loss.detach())
-            optimizer.step()
-            optimizer.zero_grad()
-        found += [one.cpu().clone() for one in model.state_dict().values()]
-    lag.reset()
-    found += [one.detach().cpu() for one in model.parameters()]
-    return [one.cpu() for one in found]
-
-
-@pytest.mark.parametrize("mode", ["ssd", "host"])
-def test_frozen_layers_in_few_bits_are_those_of_a_model_rounded_in_memory(
-    lag: LagModule, mode: str, tmp_path: Path
-) -> None:
-    expected = train_frozen(lag, tmp_path, None)
-    assert_equal(train_frozen(lag, tmp_path if mode == "ssd" else None, "nf4"), expected)
 
 
 class Wide:
@@ -254,28 +221,6 @@ def test_memory_that_is_dropped_is_kept_for_those_that_use_it(
         other = device.new_restored(512 * 512 * 4).data_ptr()
     assert other != place
     assert total.item() == 512 * 512
-
-
-def test_encoded_bytes_are_overwritten_when_they_are_decoded(lag: LagModule) -> None:
-    """Frozen layers in few bits, launched before the first one runs."""
-    main, x = lag.current_stream(DEVICE), torch.randn(1, 512)
-    layers = [torch.nn.Linear(512, 512, bias=False).requires_grad_(False) for _ in range(8)]
-    model = torch.nn.Sequential(*layers)
-    round_matrices(model, "int8")
-    with torch.no_grad():
-        expected = model(x)
-    on_device = x.to(DEVICE)
-    with offload_parameters(
-        model.to(DEVICE), layers=[torch.nn.Linear], mode="host", codec="int8"
-    ) as handle:
-        with torch.no_grad():
-            assert torch.equal(model(on_device).cpu(), expected)
-            assert handle.window is not None
-            for unit in handle.window.units:
-                unit.wait_for_write()
-            with lag.held(main):
-                found = model(on_device)
-        assert torch.equal(found.cpu(), expected)
 
 
 def test_half_of_what_the_layers_take_is_enough(lag: LagModule, tmp_path: Path) -> None:

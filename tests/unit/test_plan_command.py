@@ -30,6 +30,7 @@ from megatron.offload.planner.simulator.timeline import Timeline
 from megatron.offload.planner.simulator.transfers import _TOLERATED_WAIT
 from megatron.offload.planner.solver.baselines import suffix_plan
 from megatron.offload.planner.solver.solve import solve
+from megatron.offload.sizes import format_size
 from megatron.offload.stats.endurance import YEAR_S
 
 pytestmark = pytest.mark.slow
@@ -192,9 +193,47 @@ def test_replay_stands_beside_the_same_model_without_it(
     assert "plans without replay" in picture.read_text()
 
 
+# Values of bf16 a second that kernels encode and decode on an H100: docs/results/gpu/README.md.
+H100_RATES = {8: (1464e9, 1138e9), 4: (836e9, 1601e9)}
+
+
+@pytest.mark.parametrize("kernels", ["fused", "eager"])
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_a_codec_stands_beside_the_same_model_without_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], codec: str, kernels: str
+) -> None:
+    path = tmp_path / "all.json"
+    model = MODEL.replace("--num-layers 8", "--num-layers 2")
+    line = f"{model} --kernels {kernels} --activation-codec {codec} --json {path}"
+    assert cli.main(line.split()) == 0
+    said = capsys.readouterr().out
+    found = json.loads(path.read_text())
+    # Without replay: the inputs of norms are sums; 4096 tokens' logarithms of sums stay exact.
+    whole = 2 * 2048 * 2048 * 2  # of 2 x 2048 tokens with 2048 values in bf16
+    sums, others = 2 * whole, (2 + 3 + 1 + 4 + 4) * whole
+    if kernels == "eager":  # norms' outputs and what the activation function gives are replayed
+        others -= (2 + 4) * whole
+    bits = 8 if codec == "int8" else 4
+    stored = sum(n // 2 + 2 * (n // 2 // 128) for n in (sums,)) + others // 2 * bits // 8
+    stored += 2 * (others // 2 // 128)
+    seconds = sum(sums / rate for rate in H100_RATES[8])
+    seconds += sum(others / rate for rate in H100_RATES[bits])
+    assert found["codec"]["name"] == codec
+    assert found["codec"]["exact_bytes"] == 2 * (sums + others)
+    assert found["codec"]["stored_bytes"] == 2 * stored
+    assert found["codec"]["seconds"] == pytest.approx(2 * seconds, rel=0.02)
+    assert f"codec   {codec}: of {format_size(2 * (sums + others))} that layers save" in said
+    named = found["strategies"]
+    encoded = "encode all" if kernels == "fused" else "replay and encode all"
+    assert "replay all" not in named
+    assert named[encoded]["peak_bytes"] < named["keep all"]["peak_bytes"]
+    assert named["this plan"]["peak_bytes"] < named["no codec, same goal"]["peak_bytes"]
+    assert named["this plan"]["step_s"] <= named["keep all"]["step_s"] * 1.02
+
+
 def test_without_replay_nothing_is_said_of_it(answer: tuple[str, Path]) -> None:
     printed, folder = answer
-    assert "replay" not in printed
+    assert "replay" not in printed and "codec" not in printed
     found = json.loads((folder / "all.json").read_text())
     assert found["replay"]["replayed_bytes"] == 0 and found["rok_without_replay"] == []
 

@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that others have written, as a tier that is only read: `FileTier`, and its `FileBlock`s."""
+"""Files that others have written, as a tier that is only read: `FileTier`, and its `FileBlock`s.
+
+A CPU's memory is filled in place. To an accelerator bytes go through staging buffers, as those of a
+drive do: `tiers/access.py`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,11 +16,14 @@ from typing import Any
 
 import torch
 
-from megatron.offload.device.device import memory_at
-from megatron.offload.parameters.weight_files import SavedTensor
+from megatron.offload.device.device import Device, memory_at
+from megatron.offload.parameters.weight_files import SavedPiece, SavedTensor
+from megatron.offload.tiers.access import Access, InPlace, Staged, View
+from megatron.offload.tiers.direct_io import BUFFERED, Cut
 from megatron.offload.tiers.io_threads import IoThreads, usual_num_threads
 from megatron.offload.tiers.mapped import own_pages
 from megatron.offload.tiers.purpose import PARAMETERS
+from megatron.offload.tiers.staging import StagingPool
 from megatron.offload.tiers.tier import Block, TierStatistics
 from megatron.offload.tiers.transfer import Transfer, when_all
 
@@ -30,46 +39,56 @@ class FileBlock(Block):
 
     tier: FileTier
 
-    def __init__(
-        self, tier: FileTier, num_bytes: int, pieces: Sequence[tuple[SavedTensor, int]]
-    ) -> None:
+    def __init__(self, tier: FileTier, num_bytes: int, pieces: Sequence[SavedPiece]) -> None:
         super().__init__(tier, num_bytes)
-        self.pieces = pieces
+        self.pieces = [one for one in pieces if one.tensor.num_bytes]
 
     def __str__(self) -> str:
-        return f"{self.pieces[0][0].path}" if self.pieces else "no file"
+        return f"{self.pieces[0].tensor.path}" if self.pieces else "no file"
 
     def read(self, storage: torch.UntypedStorage) -> None:
         """Fills a storage in host memory. Raises OSError."""
-        for saved, start in self.pieces:
-            self.tier.read(saved, storage, start)
+        for tensor, start in self.pieces:
+            self.tier.read(tensor, memory_at(storage.data_ptr() + start, tensor.num_bytes))
 
     def has(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage in host memory has the bytes of the files. Raises OSError."""
-        for saved, start in self.pieces:
-            read = own_pages(saved.num_bytes)
-            self.tier.read(saved, read, 0)
-            ours = torch.empty(0, dtype=torch.uint8).set_(storage, start, (saved.num_bytes,), (1,))
-            theirs = torch.empty(0, dtype=torch.uint8).set_(read, 0, (saved.num_bytes,), (1,))
-            if not torch.equal(ours, theirs):
+        """Whether a storage, in whatever memory, has the bytes of the files. Raises OSError."""
+        for tensor, start in self.pieces:
+            size = tensor.num_bytes
+            read = own_pages(size)
+            self.tier.read(tensor, memory_at(read.data_ptr(), size))
+            nothing = torch.empty(0, dtype=torch.uint8, device=storage.device)
+            ours = nothing.set_(storage, start, (size,), (1,)).cpu()
+            if not torch.equal(ours, torch.empty(0, dtype=torch.uint8).set_(read)):
                 return False
         return True
 
 
 class FileTier:
-    """Reads blocks of files into host memory. It takes no storages; see `Tier`."""
+    """Reads blocks of files. It takes no storages; see `Tier`.
+
+    Args:
+        path: of the files, for sentences.
+        device: in whose memory they are used.
+    """
 
     degraded = False
     used_bytes = 0
     capacity_bytes = 0
     limit_bytes: int | None = 0
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, device: Device) -> None:
         self._path = path
         self.statistics = TierStatistics()
         self._open: dict[Path, tuple[int, tuple[int, int]]] = {}
+        num_threads = usual_num_threads(1)
+        self._staging: StagingPool | None = None
+        self._access: Access = InPlace(BUFFERED, in_pages=True)
+        if not device.is_host:  # as many buffers to copy from as threads that fill them
+            self._staging = StagingPool(2 * num_threads, device, purpose=PARAMETERS)
+            self._access = Staged(BUFFERED, device, self._staging)
         name = f"{PARAMETERS.thread_name} files"
-        self._threads = IoThreads(usual_num_threads(1), name, purpose=PARAMETERS)
+        self._threads = IoThreads(num_threads, name, purpose=PARAMETERS)
 
     def __str__(self) -> str:
         return f"the files in {self._path}"
@@ -80,8 +99,8 @@ class FileTier:
             fd = os.open(saved.path, os.O_RDONLY)
             self._open[saved.path] = fd, _state_of(fd)
 
-    def read(self, saved: SavedTensor, storage: torch.UntypedStorage, start: int) -> None:
-        """Reads a tensor to a place in a storage in host memory.
+    def read(self, saved: SavedTensor, memory: memoryview, skipped_bytes: int = 0) -> None:
+        """Reads a tensor, or what is behind its first bytes, into host memory.
 
         Raises:
             OSError: it cannot be read, or its file has changed.
@@ -89,10 +108,8 @@ class FileTier:
         fd, state = self._open[saved.path]
         if _state_of(fd) != state:
             raise OSError(f"{saved.path} has changed since it was opened")
-        if not saved.num_bytes:
-            return
-        with self.statistics.reads.moving(saved.num_bytes):
-            saved.read_into(fd, memory_at(storage.data_ptr() + start, saved.num_bytes))
+        with self.statistics.reads.moving(len(memory)):
+            saved.read_into(fd, memory, skipped_bytes)
 
     def begin_write(
         self, source: torch.UntypedStorage, after: Any = None
@@ -104,15 +121,24 @@ class FileTier:
         self, block: FileBlock, deadline: float = 0.0, into: torch.UntypedStorage | None = None
     ) -> tuple[torch.UntypedStorage, Transfer]:
         """Starts to read a block; its tensors are read side by side."""
-        target = own_pages(block.num_bytes) if into is None else into
+        whole = Cut(block.num_bytes, b"", block.num_bytes, b"")
+        target, view = self._access.for_reading(whole, into)
 
-        def read(saved: SavedTensor, start: int) -> Transfer:
-            def work() -> None:
-                self.read(saved, target, start)
+        def read(piece: SavedPiece) -> Transfer:
+            work = functools.partial(self._fill, piece, view)
+            return self._threads.submit_read(work, deadline, piece.tensor.num_bytes)
 
-            return self._threads.submit_read(work, deadline, saved.num_bytes)
+        transfer = when_all([read(piece) for piece in block.pieces])
+        transfer.events = view.events
+        return target, transfer
 
-        return target, when_all([read(*piece) for piece in block.pieces])
+    # Runs in an I/O thread.
+    def _fill(self, piece: SavedPiece, view: View) -> None:
+        tensor, done = piece.tensor, 0
+        with contextlib.closing(view.pieces_to_fill(piece.start, tensor.num_bytes)) as parts:
+            for memory in parts:
+                self.read(tensor, memory, done)
+                done += len(memory)
 
     def view(self, block: FileBlock) -> torch.UntypedStorage:
         """Raises OSError: what others have written is not shown to be written to."""
@@ -136,6 +162,8 @@ class FileTier:
     def close(self) -> None:
         """Waits for reads under way, and closes the files."""
         self._threads.close()
+        if self._staging is not None:
+            self._staging.close()
         while self._open:
             _, (fd, _) = self._open.popitem()
             os.close(fd)

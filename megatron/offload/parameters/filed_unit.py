@@ -20,7 +20,7 @@ from megatron.offload.moving.storage import Ended, Where
 from megatron.offload.parameters.copied_to_show import CopiedToShow
 from megatron.offload.parameters.file_tier import FileBlock, FileTier
 from megatron.offload.parameters.parameter_places import Part
-from megatron.offload.parameters.weight_files import SavedTensor
+from megatron.offload.parameters.weight_files import SavedPiece
 from megatron.offload.tiers.mapped import own_pages
 from megatron.offload.tiers.tier import Tier
 
@@ -29,7 +29,7 @@ class FiledUnit(CopiedToShow):
     """Frozen parameters whose values are in files.
 
     Args:
-        saved: where each of the parameters is, in their order.
+        saved: of what each of the parameters is made, in their order.
         files: reads them.
         tiers: for what is changed or shown.
 
@@ -45,14 +45,18 @@ class FiledUnit(CopiedToShow):
         touched: Callable[[], bool] | None = None,
         ended: Ended | None = None,
         *,
-        saved: Sequence[SavedTensor],
+        saved: Sequence[Sequence[SavedPiece]],
         files: FileTier,
         tiers: Sequence[Tier],
     ) -> None:
         super().__init__(name, params, device, parts, touched, ended, tiers=tiers)
         self._slots = dict(self._layout.slots)
-        starts = [slot.start_bytes for slot in self._slots.values()]
-        self._origin = FileBlock(files, self.num_bytes, tuple(zip(saved, starts, strict=True)))
+        pieces = [
+            SavedPiece(tensor, slot.start_bytes + start)
+            for slot, of_param in zip(self._slots.values(), saved, strict=True)
+            for tensor, start in of_param
+        ]
+        self._origin = FileBlock(files, self.num_bytes, pieces)
 
     def put_away(self, copies: OnlyCopy) -> bool:
         """Frees the memory; writes the bytes only if they are not those of the files."""

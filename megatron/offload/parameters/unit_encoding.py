@@ -14,25 +14,31 @@ from megatron.offload.parameters.weight_codec import TYPES, WeightCodec
 from megatron.offload.tiers.mapped import own_pages
 
 _ALIGNMENT = 64  # bytes, of each parameter
+_SMALL = 1000  # times a matrix is smaller than the largest of its unit, and stays exact
 
 
-def is_encoded(param: torch.Tensor) -> bool:
-    """Whether a codec makes a frozen parameter smaller: matrices, not biases and norms."""
-    return param.dtype in TYPES and param.dim() > 1
+def encoded_among(params: Sequence[torch.Tensor]) -> list[bool]:
+    """Which of a unit's frozen parameters a codec makes smaller: matrices, not biases and norms.
+
+    Nor a matrix of less than a thousandth of the largest one: that would save nothing, and it may
+    be the router of a mixture of experts, whose errors would send tokens elsewhere.
+    """
+    sizes = [one.numel() if one.dtype in TYPES and one.dim() > 1 else 0 for one in params]
+    most = max(sizes, default=0)
+    return [size > 0 and size * _SMALL >= most for size in sizes]
 
 
 def moves_encoded(params: Sequence[torch.Tensor]) -> bool:
     """Whether a unit of these parameters is encoded: none is trained, and some are matrices."""
-    return not any(one.requires_grad for one in params) and any(map(is_encoded, params))
+    return not any(one.requires_grad for one in params) and any(encoded_among(params))
 
 
 def encoded_bytes(params: Sequence[torch.Tensor], codec: WeightCodec) -> int:
     """Bytes of a unit's parameters, encoded if they can be."""
+    moves = moves_encoded(params)
     return sum(
-        codec.encoded_bytes(one.numel(), one.dtype)
-        if moves_encoded(params) and is_encoded(one)
-        else one.nbytes
-        for one in params
+        codec.encoded_bytes(one.numel(), one.dtype) if moves and is_encoded else one.nbytes
+        for one, is_encoded in zip(params, encoded_among(params), strict=True)
     )
 
 
@@ -75,9 +81,9 @@ class UnitEncoding:
         self._codec = codec
         self._places: list[_Place] = []
         end = 0
-        for slot in layout.slots.values():
-            like = torch.empty(slot.shape, dtype=slot.dtype, device="meta")
-            encoded = is_encoded(like)
+        slots = layout.slots.values()
+        likes = [torch.empty(slot.shape, dtype=slot.dtype, device="meta") for slot in slots]
+        for slot, like, encoded in zip(slots, likes, encoded_among(likes), strict=True):
             size = codec.encoded_bytes(like.numel(), slot.dtype) if encoded else like.nbytes
             self._places.append(_Place(slot, end, size, encoded))
             end = -(-(end + size) // _ALIGNMENT) * _ALIGNMENT

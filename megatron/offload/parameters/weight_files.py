@@ -60,18 +60,30 @@ class SavedTensor(NamedTuple):
             self.read_into(file.fileno(), memory_at(tensor.data_ptr(), self.num_bytes))
         return tensor
 
-    def read_into(self, fd: int, memory: memoryview) -> None:
-        """Fills memory with the tensor's bytes.
+    def read_into(self, fd: int, memory: memoryview, skipped_bytes: int = 0) -> None:
+        """Fills memory with the tensor's bytes, from behind the first few of them.
 
         Raises:
             OSError: they cannot be read, or the file is cut short.
         """
-        done = 0
-        while done < self.num_bytes:
-            count = os.preadv(fd, [memory[done:]], self.start + done)
+        at, end = self.start + skipped_bytes, self.start + skipped_bytes + len(memory)
+        while at < end:
+            count = os.preadv(fd, [memory[len(memory) - (end - at) :]], at)
             if not count:
-                raise OSError(f"{self.path} was cut short at byte {self.start + done}")
-            done += count
+                raise OSError(f"{self.path} was cut short at byte {at}")
+            at += count
+
+
+class SavedPiece(NamedTuple):
+    """A tensor that is a part of a parameter, or of a storage with several."""
+
+    tensor: SavedTensor
+    start: int  # its first byte there
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what peft's wrappers add."""
+    return name.replace("base_model.model.", "", 1).replace(".base_layer.", ".")
 
 
 class WeightFiles:
@@ -92,6 +104,11 @@ class WeightFiles:
         for file in _files(path):
             self._tensors |= _tensors_of(file)
 
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors, as the files have them."""
+        return list(self._tensors)
+
     def has(self, name: str) -> bool:
         """Whether there is a tensor of this name; `name` as for `[]`."""
         return any(one in self._tensors for one in self._names_of(name))
@@ -109,8 +126,7 @@ class WeightFiles:
 
     def _names_of(self, name: str) -> Iterator[str]:
         """Names that a parameter may have in a file: without peft's wrappers, and the base's."""
-        plain = name.replace("base_model.model.", "", 1).replace(".base_layer.", ".")
-        for one in dict.fromkeys((name, plain)):
+        for one in dict.fromkeys((name, plain_name(name))):
             yield one
             if self._base:
                 yield one.removeprefix(f"{self._base}.")

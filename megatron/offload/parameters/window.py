@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -37,7 +38,7 @@ from megatron.offload.parameters.parameter_places import Part
 from megatron.offload.parameters.unit import ParameterUnit
 from megatron.offload.parameters.unit_encoding import moves_encoded
 from megatron.offload.parameters.weight_codec import WeightCodec
-from megatron.offload.parameters.weight_files import SavedTensor
+from megatron.offload.parameters.weight_files import SavedPiece
 from megatron.offload.tiers.tier import Tier, close_when_dropped
 from megatron.offload.tiers.transfer import TRANSFER_ERRORS
 
@@ -96,7 +97,7 @@ class ParameterWindow:
         name: str,
         params: Sequence[torch.nn.Parameter],
         parts: Mapping[torch.Tensor, Part] | None = None,
-        saved: Sequence[SavedTensor] | None = None,
+        saved: Sequence[Sequence[SavedPiece]] | None = None,
     ) -> None:
         """Adds a unit after the others; its parameters leave.
 
@@ -104,7 +105,7 @@ class ParameterWindow:
             name: of the unit, for sentences.
             params: of the unit.
             parts: of some parameters, which may be of any unit.
-            saved: where each parameter is in `files`; None: the unit is not read there.
+            saved: of what in `files` each parameter is made; None: the unit is not read there.
 
         Raises:
             OSError: a file cannot be read.
@@ -115,8 +116,8 @@ class ParameterWindow:
         if self._codec is not None and moves_encoded(params):
             unit: ParameterUnit = EncodedUnit(*of_unit, codec=self._codec, tiers=self._writable)
         elif saved is not None and self._files is not None:
-            for one in saved:
-                self._files.open(one)
+            for piece in itertools.chain.from_iterable(saved):
+                self._files.open(piece.tensor)
             unit = FiledUnit(*of_unit, saved=saved, files=self._files, tiers=self._writable)
         else:
             unit = ParameterUnit(*of_unit)

@@ -26,7 +26,26 @@ from megatron.offload.planner.solver.solve import solve
 from megatron.offload.stats.endurance import YEAR_S
 
 _NUM_BUDGETS = 9  # of the curve
-REPLAY_ALL = "replay all"
+REPLAY_ALL, ENCODE_ALL, BOTH_ALL = "replay all", "encode all", "replay and encode all"
+
+
+@dataclass(frozen=True)
+class CodecFigures:
+    """What a codec does to the layers of a micro-batch, where it encodes all that it may.
+
+    Attributes:
+        name: `int8` or `int4`.
+        exact_bytes: that the layers save without it, as far as these can move.
+        stored_bytes: of the same with it.
+        seconds: to encode and to decode that.
+        layers_s: of the layers, forward and backward.
+    """
+
+    name: str
+    exact_bytes: int
+    stored_bytes: int
+    seconds: float
+    layers_s: float
 
 
 @dataclass(frozen=True)
@@ -39,6 +58,7 @@ class PlanComparison:
         curve: budgets and what the plan for each is predicted to take, from the largest down.
         curve_without_replay: the same of a run without replay, where the projected one has it.
         without_replay: what the plan for the same goal is predicted to take there.
+        codec: of a projected run that has one.
     """
 
     request: Request
@@ -48,6 +68,7 @@ class PlanComparison:
     curve: tuple[tuple[int, Prediction], ...] = ()
     curve_without_replay: tuple[tuple[int, Prediction], ...] = ()
     without_replay: Prediction | None = None
+    codec: CodecFigures | None = None
 
     @property
     def profile(self) -> StageProfile:
@@ -110,7 +131,8 @@ def compare_plans(request: Request, *, with_curve: bool) -> PlanComparison:
     plan = solve(profile, budget_bytes=request.budget_bytes, max_slowdown=request.max_slowdown)
     timeline = Timeline(profile)
     strategies: dict[str, Prediction | None] = {"this plan": plan.predicted}
-    for name, choice in _references(profile):
+    of = request.projection
+    for name, choice in _references(profile, of):
         chosen = timeline.choices.all(choice)
         possible = choice in (KEEP, KEEP_ALL) or chosen.any()
         strategies[name] = prediction_of(timeline.cost(chosen)) if possible else None
@@ -121,10 +143,15 @@ def compare_plans(request: Request, *, with_curve: bool) -> PlanComparison:
         keep = strategies["keep all"]
         assert keep is not None
         curve = frontier(profile, keep.peak_bytes)
-    peak, found = timeline.explain_peak(plan), tuple(curve)
-    of = request.projection
+    peak, found, codec = timeline.explain_peak(plan), tuple(curve), None
+    if of is not None and of.codec != "off":
+        exact = project(dataclasses.replace(of, codec="off"))
+        codec = _codec_figures(of.codec, profile, exact)
+        strategies["no codec, same goal"] = _solved(
+            exact, request.budget_bytes, request.max_slowdown
+        )
     if of is None or not of.replay:
-        return PlanComparison(request, plan, strategies, peak, found)
+        return PlanComparison(request, plan, strategies, peak, found, codec=codec)
     plain = project(dataclasses.replace(of, replay=False))
     without = _solved(plain, request.budget_bytes, request.max_slowdown)
     most = Timeline(plain).keep_all()
@@ -133,16 +160,34 @@ def compare_plans(request: Request, *, with_curve: bool) -> PlanComparison:
         slowdown = max(plan.predicted.step_s / most.step_s - 1, 0.0)
         strategies["no replay, as fast"] = _solved(plain, None, slowdown)
     other = frontier(plain, most.peak_bytes) if with_curve else ()
-    return PlanComparison(request, plan, strategies, peak, found, tuple(other), without)
+    return PlanComparison(request, plan, strategies, peak, found, tuple(other), without, codec)
 
 
-def _references(profile: StageProfile) -> list[tuple[str, int]]:
-    """What may become of everything, where it can."""
+def _codec_figures(name: str, profile: StageProfile, exact: StageProfile) -> CodecFigures:
+    of_exact, layers = exact.layers, profile.layers
+    return CodecFigures(
+        name,
+        sum(layer.movable_bytes for layer in of_exact),
+        sum(layer.movable_bytes for layer in layers),
+        sum(layer.replay_s for layer in layers) - sum(layer.replay_s for layer in of_exact),
+        sum(layer.forward_s + layer.backward_s for layer in of_exact),
+    )
+
+
+def _references(profile: StageProfile, of: Projection | None) -> list[tuple[str, int]]:
+    """What may become of everything, where it can.
+
+    Args:
+        of: what the profile was projected from, if it was.
+    """
     names = [tier.name for tier in profile.tiers]
     replays = any(layer.replayed_bytes for layer in profile.layers)
+    again = REPLAY_ALL
+    if of is not None and of.codec != "off":
+        again = BOTH_ALL if of.replay else ENCODE_ALL
     return [
         ("keep all", KEEP_ALL),
-        *([(REPLAY_ALL, KEEP)] if replays else []),
+        *([(again, KEEP)] if replays else []),
         ("recompute all", RECOMPUTE_LAYER),
         *(
             (f"recompute, inputs on {one}", from_tier(RECOMPUTE_LAYER, n))

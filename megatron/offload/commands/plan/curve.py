@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron.offload.commands.drawing import GRAY, begin_near, figure, look_of
-from megatron.offload.commands.plan.comparison import REPLAY_ALL, PlanComparison
+from megatron.offload.commands.plan.comparison import (
+    BOTH_ALL,
+    ENCODE_ALL,
+    REPLAY_ALL,
+    PlanComparison,
+)
 
 GIB = 1 << 30
 # The strategies of a comparison, as `rok` calls them.
@@ -22,7 +27,7 @@ _STRATEGIES = {
     "ssd all": "ssd",
     "host all": "host",
     "TBA's suffix": "suffix",
-    REPLAY_ALL: "replay",
+    **dict.fromkeys((REPLAY_ALL, ENCODE_ALL, BOTH_ALL), "replay"),
 }
 
 

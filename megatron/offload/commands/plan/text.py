@@ -11,7 +11,7 @@ from tabulate import tabulate
 
 from megatron.offload.activations.placement.plan import Prediction
 from megatron.offload.activations.placement.plan_table import plan_table
-from megatron.offload.commands.plan.comparison import PlanComparison
+from megatron.offload.commands.plan.comparison import CodecFigures, PlanComparison
 from megatron.offload.planner.profile.produced import in_words, produced_bytes_per_s
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.projection.hardware import Hardware
@@ -61,6 +61,7 @@ def as_json(comparison: PlanComparison) -> str:
             ),
             "replay_s": sum(layer.replay_s for layer in comparison.profile.layers),
         },
+        "codec": None if comparison.codec is None else dataclasses.asdict(comparison.codec),
         "states": _states_as_json(comparison.request.states),
         "rok": [
             {"budget_bytes": budget, **dataclasses.asdict(one)} for budget, one in comparison.curve
@@ -98,9 +99,20 @@ def _heading(comparison: PlanComparison) -> list[str]:
     if made:
         taken = {tier.name: tier.write_bytes_per_s for tier in profile.tiers}
         lines.append(f"made    {in_words(made, taken)}")
+    if (codec := comparison.codec) is not None:
+        lines.append(_codec(codec))
     if (states := comparison.request.states) is not None:
         lines.append(_states(states))
     return lines
+
+
+def _codec(codec: CodecFigures) -> str:
+    return (
+        f"codec   {codec.name}: of {format_size(codec.exact_bytes)} that layers save of a "
+        f"micro-batch it makes {format_size(codec.stored_bytes)}; to encode and decode all of it "
+        f"takes {codec.seconds:.3g} s beside {codec.layers_s:.3g} s of their passes; gradients are "
+        "approximate"
+    )
 
 
 def _states(states: ProjectedStates) -> str:

@@ -11,11 +11,12 @@ import functools
 import logging
 import os
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from megatron.offload.activations.saved.quantization import INT8
 from megatron.offload.directories import resolved_directory
 from megatron.offload.errors import FEATURES_PREFIX, ConfigurationError
 from megatron.offload.frozen.digests import digest_of, row_digests
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _Batch = TypeVar("_Batch")
 _END: Any = object()
+_CODECS = {"off": None, "int8": INT8}
 
 
 class FrozenFeatures:
@@ -158,6 +160,7 @@ def cache_frozen(
     *,
     budget_bytes: int | str | None = None,
     threads: int | None = None,
+    codec: Literal["off", "int8"] = "off",
 ) -> FrozenFeatures:
     """Computes the frozen parts of a model once and reads their results from then on.
 
@@ -176,18 +179,27 @@ def cache_frozen(
         budget_bytes: most that its files may take, `"200GiB"`. Default: until the disk is full.
             What does not fit is computed.
         threads: for I/O.
+        codec: `int8`: results in floating point are rounded to 8 bits a value, in groups of 128,
+            and take a half or a quarter of the bytes. Losses and gradients are then approximate;
+            they do not depend on whether a row was there. `off`: all is exact.
 
     Returns:
         A handle with `statistics`, `report()`, `ahead(loader)` and `close()`, also a context
         manager.
 
     Raises:
-        ConfigurationError: the model has no frozen part, or the directory cannot be used. A forward
-            pass raises it for a part that draws random numbers or changes its buffers.
+        ConfigurationError: the model has no frozen part, there is no such codec, or the directory
+            cannot be used. A forward pass raises it for a part that draws random numbers or changes
+            its buffers.
         OSError: the directory cannot be read.
     """
     budget = None if budget_bytes is None else parse_positive_size(budget_bytes)
     number = None if threads is None else parse_threads(threads)
+    if codec not in _CODECS:
+        raise ConfigurationError(
+            f"{FEATURES_PREFIX}there is no codec {codec!r} for them; give codec='int8', or leave "
+            "it out to keep them exact"
+        )
     found = frozen_modules(model)
     chosen = {module for part in found for _, module in part}
     for other in OPEN.frozen:
@@ -198,7 +210,8 @@ def cache_frozen(
     path = resolved_directory(parse_path(directory), FEATURES_PREFIX, "directory")
     store = FeatureStore(path, budget, number, local_world_size())
     asks = functools.partial(ask_for_gradients, model)
-    return FrozenFeatures([FrozenPart(part, store, asks) for part in found], store)
+    parts = [FrozenPart(part, store, asks, _CODECS[codec]) for part in found]
+    return FrozenFeatures(parts, store)
 
 
 def _rows_of(batch: Any) -> list[bytes]:

@@ -9,16 +9,15 @@ listens to an inner module, or cannot be told apart. `frozen_pass.py` has what i
 
 from __future__ import annotations
 
-import enum
 import logging
 import operator
-import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from megatron.offload.activations.saved.quantization import Quantization
 from megatron.offload.errors import FEATURES_PREFIX, ConfigurationError
 from megatron.offload.frozen.digests import (
     digest_of,
@@ -28,7 +27,7 @@ from megatron.offload.frozen.digests import (
     tensors_digest,
 )
 from megatron.offload.frozen.store import FeatureStore
-from megatron.offload.frozen.structure import UnknownValueError
+from megatron.offload.frozen.structure import UNTOLD, UnknownValueError, told_of
 from megatron.offload.integration.hook import Hook
 from megatron.offload.integration.open_parameters import unit_of
 from megatron.offload.integration.torch.frozen_pass import FrozenPass, version_of
@@ -36,10 +35,6 @@ from megatron.offload.integration.torch.frozen_pass import FrozenPass, version_o
 logger = logging.getLogger(__name__)
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_PLAIN = frozenset((bool, int, float, str, type(None)))
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
-_NAMED = (torch.dtype, torch.device, enum.Enum)
-_UNTOLD = object()
 # Attributes by which transformers remembers what it has done with a module.
 _NOTES = ("_output_capturing_hooks_installed", "_is_hf_initialized")
 _CAPTURES = "transformers.utils.output_capturing"
@@ -71,6 +66,7 @@ class FrozenPart:
         store: where results go.
         asks: whether a trainer has inputs ask for gradients that nothing needs; see
             `frozen_modules.ask_for_gradients`.
+        codec: of what is stored; None: it is exact.
 
     Attributes:
         name: of the modules, in sentences.
@@ -87,12 +83,13 @@ class FrozenPart:
         modules: Sequence[tuple[str, torch.nn.Module]],
         store: FeatureStore,
         asks: Callable[[], bool],
+        codec: Quantization | None = None,
     ) -> None:
         names = [name or type(module).__name__ for name, module in modules]
         self.name = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         self.calls = [_Call(self, index, one) for index, (_, one) in enumerate(modules)]
         self.num_modules = len(self.calls)
-        self._store, self._asks = store, asks
+        self._store, self._asks, self.codec = store, asks, codec
         self._pass: FrozenPass | None = None
         self._keys: list[bytes] = []  # of the pass
         self._is_trial = False  # whether its kind is being tried out
@@ -169,7 +166,8 @@ class FrozenPart:
         if self.why_not:
             return self._compute(0, args, kwargs)
         try:
-            known = digest_of(self._known, json_bytes(switches(self._device)))
+            rounds = [] if self.codec is None else [repr(self.codec)]
+            known = digest_of(self._known, json_bytes([*switches(self._device), *rounds]))
             current = FrozenPass(self, args, kwargs, known)
         except UnknownValueError as error:
             self._say(f"its call has a {error}, whose contents cannot be told")
@@ -229,28 +227,34 @@ class FrozenPart:
                     "changes its own weights or buffers while it computes, as batch norms do in "
                     "training; call eval() on it before each pass"
                 )
-            if self._is_trial:
-                is_apart = current.has_rows_apart(leaves)
-                self._kinds[current.base] = is_apart
-                key = digest_of(current.base, b"rows")
-                self._store.begin_write(key, {"apart": is_apart}, [])
-                if not is_apart:
-                    self._say(
-                        "a row's result is not the same whatever rows stand beside it, so a call "
-                        "is stored as a whole, and is found if the same rows come together again",
-                        is_computed=False,
-                    )
-                    return result
+            is_stored = not self._is_trial or self._are_apart(current, leaves)
             header, rows = current.rows_of(leaves)
+            result = result if self.codec is None else current.of_rows(rows)
         except UnknownValueError as error:
             self._pass = None
             self._is_off = True
             self._say(f"it returns a {error}, which cannot be stored")
             return result
-        for key, row, rest in zip(self._keys, rows, current.rest, strict=True):
-            self._store.begin_write(key, header | {"rest": rest}, row)
-        self._note_keys()
+        if is_stored:
+            for key, row, rest in zip(self._keys, rows, current.rest, strict=True):
+                self._store.begin_write(key, header | {"rest": rest}, row)
+            self._note_keys()
         return result
+
+    def _are_apart(self, current: FrozenPass, leaves: list[torch.Tensor]) -> bool:
+        """Tries out whether the rows of this kind of call are apart; see Note [Rows]."""
+        is_apart = current.has_rows_apart(leaves)
+        self._kinds[current.base] = is_apart
+        key = digest_of(current.base, b"rows")
+        self._store.begin_write(key, {"apart": is_apart}, [])
+        if not is_apart:
+            current.keys(by_rows=False)  # a codec rounds it as it will when it is stored
+            self._say(
+                "a row's result is not the same whatever rows stand beside it, so a call is stored "
+                "as a whole, and is found if the same rows come together again",
+                is_computed=False,
+            )
+        return is_apart
 
     def _note_keys(self) -> None:
         if self.used is not None:
@@ -358,7 +362,7 @@ class FrozenPart:
         told = [
             (name, found)
             for name, value in of_module.items()
-            if name not in _NOTES and (found := _told(value)) is not _UNTOLD
+            if name not in _NOTES and (found := told_of(value)) is not UNTOLD
         ]
         if list not in map(type, of_module.values()):  # whose elements may change
             self._attributes[module] = (*of_module, *of_module.values()), told
@@ -403,18 +407,6 @@ class FrozenPart:
     def _refuse(self, why: str) -> NoReturn:
         self._pass, self._is_off = None, True
         raise ConfigurationError(f"{FEATURES_PREFIX}{self.name} {why}; or leave out the cache")
-
-
-def _told(value: Any) -> Any:
-    """What an attribute of a module adds to its key: numbers, text, sizes, names of functions."""
-    kind = type(value)
-    if kind in _PLAIN:
-        return value
-    if kind in (tuple, list) and all(type(one) in _PLAIN for one in value):
-        return tuple(value)
-    if kind in _FUNCTIONS:
-        return f"{value.__module__}.{value.__qualname__}"
-    return str(value) if isinstance(value, _NAMED) else _UNTOLD
 
 
 def _places(tensors: Iterable[torch.Tensor]) -> tuple[tuple[int, int], ...]:

@@ -22,7 +22,6 @@ taken apart, but for the first one, which the trial decides: it may be a mask fo
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -30,9 +29,11 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_map
 
+from megatron.offload.activations.saved.quantization import Quantization
 from megatron.offload.errors import FEATURES_PREFIX, OffloadError
 from megatron.offload.frozen.digests import bytes_of, digest_of, json_bytes, layout_of, row_digests
 from megatron.offload.frozen.entry import Entry
+from megatron.offload.frozen.rows import Rows, parsed
 from megatron.offload.frozen.structure import UnknownValueError, flatten, unflatten
 from megatron.offload.integration.torch.skipped import (
     UnfilledLayer,
@@ -56,12 +57,14 @@ class Modules(Protocol):
         num_modules: so many.
         state: of their weights and settings, as they were last looked at.
         cache_layers: numbers of the layers of a cache of keys and values that they fill.
+        codec: of what is stored; None: it is exact.
     """
 
     name: str
     num_modules: int
     state: tuple[Any, ...]
     cache_layers: list[int]
+    codec: Quantization | None
 
     def own(self, index: int) -> Callable[..., Any]:
         """The `forward` of a module."""
@@ -204,17 +207,25 @@ class FrozenPass:
         for one in leaves:
             if any(map(_is_repeated, one.shape, one.stride())):
                 raise UnknownValueError("tensor whose elements share memory")
-        values = [bytes_of(one) for one in leaves]
-        rows = []
-        for row in range(self.num_rows):
-            sizes = [len(one) // self.num_rows for one in values]
-            rows.append(
-                [
-                    bytes(one[row * size : (row + 1) * size])
-                    for one, size in zip(values, sizes, strict=True)
-                ]
-            )
-        return {"results": self._specs}, rows
+        return {"results": self._specs}, self._rows.encode(leaves)
+
+    def of_rows(self, rows: Sequence[Sequence[bytes]]) -> Any:
+        """The result of the last module, of its bytes: see Note [Rounded wherever they come from].
+
+        Args:
+            rows: from `rows_of`.
+        """
+        return self._result([bytearray().join(row) for row in rows])
+
+    def _result(self, payloads: Sequence[memoryview | bytearray]) -> Any:
+        leaves = self._rows.decode(payloads, self.device)
+        for one in leaves if self.wants_gradient else ():
+            one.requires_grad_(one.is_floating_point())
+        return unflatten(self._specs[-1]["spec"], leaves)
+
+    @property
+    def _rows(self) -> Rows:
+        return Rows(self._specs[-1]["tensors"], self.num_rows, self._part.codec)
 
     @property
     def rest(self) -> list[str]:
@@ -270,9 +281,11 @@ class FrozenPass:
             return False
         if any(one.header.get("results") != results for one in entries[1:]):
             return False
-        if any(one.num_bytes * self.num_rows != _bytes_of(results[-1]) for one in entries):
+        self._specs = results
+        if any(one.num_bytes != self._rows.num_bytes for one in entries):
+            self._specs = []
             return False
-        self._specs, self._entries, self.is_skipped = results, entries, True
+        self._entries, self.is_skipped = entries, True
         self.keep(args, kwargs)
         return True
 
@@ -280,7 +293,7 @@ class FrozenPass:
         """What a skipped module returns, but for the last one."""
         leaves: list[torch.Tensor] = []
         for number, layout in enumerate(self._specs[index]["tensors"]):
-            one = skipped(self, index, number, _parsed(layout, self.device))
+            one = skipped(self, index, number, parsed(layout, self.device))
             self._made[id(one)] = (one, 0, [index, number])
             leaves.append(one)
         return unflatten(self._specs[index]["spec"], leaves)
@@ -289,24 +302,11 @@ class FrozenPass:
         """What the last module would return; None: later arguments are not those of the file."""
         if self._values is not None or self.rest != [one.header["rest"] for one in self._entries]:
             return None
-        leaves, begins = [], [0] * self.num_rows
-        for layout in self._specs[-1]["tensors"]:
-            shape, stride, dtype, device = _parsed(layout, self.device)
-            made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-            size = made.numel() * made.element_size() // self.num_rows
-            for row, entry in enumerate(self._entries):
-                if size:
-                    body = entry.payload[begins[row] : begins[row] + size]
-                    place = made[row] if self._by_rows else made
-                    place.copy_(torch.frombuffer(body, dtype=dtype).view(place.shape))
-                begins[row] += size
-            if self.wants_gradient and made.is_floating_point():
-                made.requires_grad_()
-            leaves.append(made)
+        result = self._result([entry.payload for entry in self._entries])
         self._entries = []
         if self._cache is not None:
             self._leave_unfilled()
-        return (unflatten(self._specs[-1]["spec"], leaves),)
+        return (result,)
 
     def computed(self, module: int, leaf: int) -> torch.Tensor:
         """A tensor that was skipped."""
@@ -426,19 +426,3 @@ def _repeated(tensor: torch.Tensor, row: int) -> torch.Tensor:
 def _is_repeated(size: int, step: int) -> bool:
     """Whether elements of a dimension are the same memory."""
     return size > 1 and not step
-
-
-def _parsed(
-    layout: Sequence[Any], device: torch.device
-) -> tuple[list[int], list[int], torch.dtype, torch.device]:
-    dtype, kind, shape, stride = layout
-    found: torch.dtype = getattr(torch, dtype.removeprefix("torch."))
-    return shape, stride, found, device if kind == device.type else torch.device(kind)
-
-
-def _bytes_of(result: dict[str, Any]) -> int:
-    """Bytes of the tensors of a result."""
-    return sum(
-        math.prod(shape) * getattr(torch, dtype.removeprefix("torch.")).itemsize
-        for dtype, _, shape, _ in result["tensors"]
-    )

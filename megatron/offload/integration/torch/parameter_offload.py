@@ -89,9 +89,9 @@ class ParameterOffload:
                 "base model (requires_grad_(False)) and add adapters after offload_parameters, or "
                 "leave it off"
             )
-        places = [None if saved is None else saved.places(params) for params in units]
         if saved is not None:
-            saved.check_in_place(places, codec, computes_on)
+            saved.check_in_place(units, codec)
+        places = [None if saved is None else saved.places(params) for params in units]
         moved = [0 if place else size for place, size in zip(places, moved, strict=True)]
         gradient_sizes: list[int] = []
         if config.offloads_gradients:
@@ -103,7 +103,7 @@ class ParameterOffload:
             largest_bytes=max(moved) + _SLACK,
             num_local_ranks=local_world_size(),
         )
-        files = None if saved is None or not saved.in_place else FileTier(saved.path)
+        files = None if saved is None or not saved.in_place else FileTier(saved.path, computes_on)
         live = config.live_units
         self.window = window = ParameterWindow(tiers, computes_on, live, codec, files)
         OPEN.parameters.add(window)
@@ -112,6 +112,8 @@ class ParameterOffload:
                 if saved is not None:
                     saved.fill(params)
                 window.add(f"unit {number + 1} of {len(units)}", params, parts, places[number])
+            if saved is not None:
+                saved.warn_of_written(window.units, files)
             if config.offloads_gradients:
                 window.gradients = (gradients or _of_parameters)(window)
         except BaseException:
@@ -326,8 +328,8 @@ def offload_parameters(
             `model.to("cuda")`, which moves what is outside of layers.
         weights: a folder with the safetensors files of a saved model, for a model that was made
             without memory (`accelerate.init_empty_weights()`): it is filled unit by unit.
-        in_place: on a CPU, frozen layers are read where they are in `weights` and are not written;
-            the files must stay as they are until `close()`.
+        in_place: frozen layers are read where they are in `weights` and are not written; the files
+            must stay as they are until `close()`.
         settings: any other field of `ParametersConfig` by its name: `live_units=3`;
             `gradients="on"`: with `LayerMajor`, those of these layers wait there too.
 

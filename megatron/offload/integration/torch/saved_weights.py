@@ -10,15 +10,20 @@ model comes to a tier that is larger than memory.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 
-from megatron.offload.device.device import Device
 from megatron.offload.errors import PARAMETERS_PREFIX, ConfigurationError
+from megatron.offload.integration.torch.saved_values import SavedValue, SavedValues
+from megatron.offload.parameters.unit import ParameterUnit
 from megatron.offload.parameters.weight_codec import WeightCodec
-from megatron.offload.parameters.weight_files import SavedTensor, WeightFiles
+from megatron.offload.parameters.weight_files import SavedPiece
+from megatron.offload.tiers.tier import Tier
+
+logger = logging.getLogger(__name__)
 
 
 class SavedWeights:
@@ -35,15 +40,15 @@ class SavedWeights:
     """
 
     def __init__(self, model: torch.nn.Module, path: Path, *, in_place: bool = False) -> None:
-        files = WeightFiles(path, str(getattr(model, "base_model_prefix", "")))
+        files = SavedValues(model, path)
         self.path, self.in_place = path, in_place
         self._filled: list[torch.nn.Parameter] = []
-        self._saved: dict[torch.nn.Parameter, SavedTensor] = {}
+        self._saved: dict[torch.nn.Parameter, SavedValue] = {}
         names: dict[torch.nn.Parameter, list[str]] = {}  # a tied one has several
         for name, param in model.named_parameters(remove_duplicate=False):
             names.setdefault(param, []).append(name)
         for param, of_param in names.items():
-            if param.is_meta or (in_place and any(map(files.has, of_param))):
+            if param.is_meta or (in_place and any(map(files.get, of_param))):
                 self._saved[param] = _saved(files, of_param, param)
         if not in_place and not self._saved:
             raise _refusal(
@@ -64,7 +69,7 @@ class SavedWeights:
         """
         for param in params:
             if param.is_meta:
-                value = self._saved[param].read().to(param.dtype)
+                value = _read(self._saved[param], param)
                 self._filled.append(param)
                 _become(param, value)
 
@@ -74,43 +79,54 @@ class SavedWeights:
             param = self._filled.pop()
             _become(param, torch.empty(param.shape, dtype=param.dtype, device="meta"))
 
-    def places(self, params: Sequence[torch.nn.Parameter]) -> list[SavedTensor] | None:
-        """Where frozen parameters can be read as they are; None: they cannot."""
-        if not self.in_place:
+    def places(self, params: Sequence[torch.nn.Parameter]) -> list[Sequence[SavedPiece]] | None:
+        """Of what in the files frozen parameters are made, as they are; None: they are not."""
+        if not self.in_place or not _is_frozen(params):
             return None
-        found = [self._saved.get(param) for param in params]
-        known = [
-            one
-            for one, param in zip(found, params, strict=True)
-            if one is not None and one.dtype == param.dtype and not param.requires_grad
-        ]
-        return known if len(known) == len(params) else None
+        found = []
+        for param in params:
+            value = self._saved.get(param)
+            pieces = () if value is None else value.pieces or ()
+            is_as_saved = all(one.tensor.dtype == param.dtype for one in pieces)
+            if not is_as_saved or sum(one.tensor.num_bytes for one in pieces) != param.nbytes:
+                return None
+            found.append(pieces)
+        return found
 
     def check_in_place(
-        self,
-        places: Sequence[Sequence[SavedTensor] | None],
-        codec: WeightCodec | None,
-        device: Device,
+        self, units: Iterable[Iterable[torch.nn.Parameter]], codec: WeightCodec | None
     ) -> None:
-        """Raises ConfigurationError if no unit can be read where it is, by its `places`."""
+        """Raises ConfigurationError if layers are to be read in place and none can be."""
         if not self.in_place:
             return
-        if not device.is_host:
-            raise _refusal(
-                "in_place=True is for layers that compute on the CPU; leave it out, and they are "
-                "written to the directory once"
-            )
         if codec is not None:
             raise _refusal(
                 f"in_place=True reads whole values, and --parameter-codec {codec.name} is for "
                 "fewer bits; give one of the two"
             )
-        if not any(places):
+        if not any(map(_is_frozen, units)):
             raise _refusal(
-                "in_place=True is for layers that are frozen as a whole and saved in their own "
-                "type, and none is; freeze the model before (requires_grad_(False)), or leave it "
-                "out"
+                "in_place=True is for layers that are frozen as a whole, and none is; freeze the "
+                "model before (requires_grad_(False)), or leave it out"
             )
+
+    def warn_of_written(self, units: Sequence[ParameterUnit], files: Tier | None) -> None:
+        """Says how many frozen units left for a tier because the files do not have their bytes."""
+        frozen = [unit for unit in units if _is_frozen(unit.params)]
+        written = [unit for unit in frozen if unit.tier is not files]
+        if files is not None and written:
+            logger.warning(
+                "%s%d of %d frozen units are not read where they are: %s has other values, or has "
+                "them in another type or order; they are written to a tier once",
+                PARAMETERS_PREFIX,
+                len(written),
+                len(frozen),
+                self.path,
+            )
+
+
+def _is_frozen(params: Iterable[torch.nn.Parameter]) -> bool:
+    return not any(param.requires_grad for param in params)
 
 
 def _become(param: torch.nn.Parameter, value: torch.Tensor) -> None:
@@ -126,7 +142,7 @@ def _become(param: torch.nn.Parameter, value: torch.Tensor) -> None:
         ) from None
 
 
-def _fill_buffers(model: torch.nn.Module, files: WeightFiles) -> None:
+def _fill_buffers(model: torch.nn.Module, files: SavedValues) -> None:
     """Takes persistent buffers from the files, as `load_state_dict` does.
 
     Raises:
@@ -138,12 +154,12 @@ def _fill_buffers(model: torch.nn.Module, files: WeightFiles) -> None:
             name = f"{prefix}.{own}".lstrip(".")
             if buffer is None:
                 continue
-            if own not in module._non_persistent_buffers_set and files.has(name):
-                value = _saved(files, [name], buffer).read()
+            if own not in module._non_persistent_buffers_set and files.get(name) is not None:
+                value = _read(_saved(files, [name], buffer), buffer)
                 if not buffer.is_meta:
                     buffer.data.copy_(value)
                     continue
-                module._buffers[own] = value.to(buffer.dtype)
+                module._buffers[own] = value
             elif buffer.is_meta:
                 raise _refusal(
                     f"the buffer {name} is on the meta device, and no file has it; make the model "
@@ -151,27 +167,38 @@ def _fill_buffers(model: torch.nn.Module, files: WeightFiles) -> None:
                 )
 
 
-def _saved(files: WeightFiles, names: Sequence[str], like: torch.Tensor) -> SavedTensor:
-    name = next(filter(files.has, names), None)
-    if name is None:
+def _saved(files: SavedValues, names: Sequence[str], like: torch.Tensor) -> SavedValue:
+    saved = next(filter(None, map(files.get, names)), None)
+    if saved is None:
         raise _refusal(
             f"{names[0]} is on the meta device, and {files.path} has no tensor of this name; give "
             "the folder of this model, add adapters after offload_parameters, and call "
-            "model.tie_weights() before it if the model has ties; a model whose weights "
-            "transformers renames or joins when it loads them needs from_pretrained"
+            "model.tie_weights() before it if the model has ties"
         )
-    saved = files[name]
-    if saved.shape != tuple(like.shape):
-        raise _refusal(
-            f"{name} has shape {list(like.shape)}, and in {saved.path} {list(saved.shape)}; give "
-            "the folder of this model"
-        )
-    if saved.dtype is None or saved.dtype.is_floating_point != like.is_floating_point():
-        raise _refusal(
-            f"{name} is saved in {saved.path} in a type that its layer does not compute in; a "
-            "quantized model needs from_pretrained"
-        )
+    for tensor in saved.tensors:
+        if tensor.dtype is None or tensor.dtype.is_floating_point != like.is_floating_point():
+            raise _refusal(
+                f"{names[0]} is saved in {tensor.path} in a type that its layer does not compute "
+                "in; a quantized model needs from_pretrained"
+            )
+    if len(saved.tensors) == 1 and saved.pieces:
+        _check_shape(saved, saved.tensors[0].shape, like, names[0])
     return saved
+
+
+def _read(saved: SavedValue, like: torch.Tensor) -> torch.Tensor:
+    """Raises ConfigurationError: the value has another shape; OSError: a file cannot be read."""
+    value = saved.read(like.dtype)
+    _check_shape(saved, value.shape, like, "a parameter")
+    return value
+
+
+def _check_shape(saved: SavedValue, shape: Sequence[int], like: torch.Tensor, name: str) -> None:
+    if tuple(shape) != tuple(like.shape):
+        raise _refusal(
+            f"{name} has shape {list(like.shape)}, and in {saved.tensors[0].path} {list(shape)}; "
+            "give the folder of this model"
+        )
 
 
 def _refusal(sentence: str) -> ConfigurationError:

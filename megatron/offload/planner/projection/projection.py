@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from megatron.offload.activations.saved.encoded import CODECS
+from megatron.offload.activations.saved.quantization import Quantization
 from megatron.offload.config import DEFAULT_INFLIGHT_BYTES
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
@@ -36,6 +37,9 @@ MIB = 1 << 20
 # Adam in mixed precision: gradient, fp32 weights and both moments read, the last three and the
 # bf16 weight written, in bytes a parameter.
 _OPTIMIZER_TRAFFIC_BYTES = 30
+# Of a memory's rate by data sheet, what kernels of codecs reach, in and out, by the bits that they
+# keep: those of bf16 on an H100 (docs/results/gpu/README.md). The noise of 4 bits takes computing.
+_CODEC_FRACTIONS = {8: 0.58, 4: 0.41}
 # Weight and gradient in fp32; both moments, and in mixed precision an fp32 weight.
 GRADIENT_BYTES, _MOMENT_BYTES, _MAIN_WEIGHT_BYTES = 4, 8, 4
 
@@ -157,12 +161,18 @@ class Projection:
 
     def stored_bytes(self, one: Saved) -> int:
         """Bytes that a storage is kept or moved in: fewer where a codec encodes it."""
+        found = self._quantization(one)
+        if found is None:
+            return one.num_bytes
+        width = 4 if one.is_fp32 else self.model.element_bytes
+        return min(one.num_bytes, found.encoded_bytes(one.num_bytes // width))
+
+    def _quantization(self, one: Saved) -> Quantization | None:
+        """How a storage is encoded; None: it is not."""
         codec = CODECS.get(self.codec)
         if codec is None or one.num_bytes < self.min_bytes or one.is_exact:
-            return one.num_bytes
-        quantization = codec.sums if one.is_sum else codec.others
-        width = 4 if one.is_fp32 else self.model.element_bytes
-        return min(one.num_bytes, quantization.encoded_bytes(one.num_bytes // width))
+            return None
+        return codec.sums if one.is_sum else codec.others
 
     def replay_s(self, work: Work) -> float:
         """Seconds of backward for that: what is read and written, at memory's rate."""
@@ -170,11 +180,13 @@ class Projection:
 
     def codec_s(self, work: Work) -> float:
         """Seconds to encode in forward and to decode in backward: each reads and writes once."""
-        moved = 0
+        seconds = 0.0
         for one in self.saved(work):
-            stored = self.stored_bytes(one)
-            moved += 2 * (one.num_bytes + stored) if stored < one.num_bytes else 0
-        return self._memory_s(moved)
+            found, stored = self._quantization(one), self.stored_bytes(one)
+            if found is not None and stored < one.num_bytes:
+                rate = self.hardware.gpu.memory_bytes_per_s * _CODEC_FRACTIONS[found.bits]
+                seconds += 2 * (one.num_bytes + stored) / rate
+        return seconds
 
     def _memory_s(self, num_bytes: float) -> float:
         gpu = self.hardware.gpu
