@@ -173,6 +173,37 @@ def test_a_norm_runs_in_tiles_forward_and_again_in_backward() -> None:
     handle.remove()
 
 
+class ChannelsNorm(torch.nn.Module):
+    """Over the first dimension behind the batch, as images have it; the last is as wide here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(40))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _, channels, _, _ = x.shape
+        length = x.pow(2).mean(1, keepdim=True).rsqrt()
+        return self.weight.view(1, channels, 1, 1) * (x * length)
+
+
+def test_a_norm_over_another_dimension_is_left_alone() -> None:
+    torch.manual_seed(0)
+    mlp = torch.nn.Sequential(torch.nn.Linear(40, 80), torch.nn.GELU(), torch.nn.Linear(80, 40))
+    model = torch.nn.ModuleDict({"norm": ChannelsNorm(), "mlp": mlp})
+    x = torch.randn(2, 40, 40, 40, requires_grad=True)
+
+    def gradient() -> torch.Tensor:
+        model["mlp"](model["norm"](x)).sum().backward()
+        assert x.grad is not None
+        found, x.grad = x.grad, None
+        return found
+
+    alone = gradient()
+    with offload_activations(model, mode="off", tiled_mlp=64, layers=[torch.nn.Linear]):
+        found = gradient()
+    torch.testing.assert_close(found, alone)
+
+
 def test_norms_of_heads_have_tiles_of_as_many_values() -> None:
     model = make("Qwen3")
     seen: list[int] = []
