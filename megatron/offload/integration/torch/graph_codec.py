@@ -79,7 +79,7 @@ def _is_made(node: fx.Node, varying: set[fx.Node]) -> bool:
     """Whether an operation that is none of views makes what may be rounded."""
     if node.target is operator.getitem:
         maker, place = node.args
-        return place == 0 and isinstance(maker, fx.Node) and _ATTENTION in str(maker.target)
+        return isinstance(maker, fx.Node) and not place and _ATTENTION in str(maker.target)
     if node.target in _SUMS:
         return len(node.all_input_nodes) == 2 and varying.issuperset(node.all_input_nodes)
     return node.target in _MADE_BY
