@@ -16,6 +16,7 @@ from megatron.offload.integration.torch import compiled_graphs
 from tests.support.compiled import HIDDEN, STEPS, Stack, Trained, assert_same, batch, trained
 
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+DIVIDED = "aot_eager_decomp_partition"  # divided as for inductor, of the same operations
 TOKENS, VOCABULARY = 24, 40
 
 
@@ -71,7 +72,7 @@ def losses(found: Trained) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", [Stack, Attention])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, DIVIDED])
 def test_losses_are_the_same_and_gradients_nearly(kind: Any, backend: str, tmp_path: Path) -> None:
     run = functools.partial(trained, backend=backend, kind=kind, lengths=(TOKENS,) * STEPS)
     exact = run(tmp_path)
@@ -102,7 +103,7 @@ def test_gradients_are_the_same_wherever_bytes_were(backend: str, tmp_path: Path
         assert_same(run(**settings), expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, DIVIDED])
 def test_scores_logits_and_tables_stay_exact(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
