@@ -103,7 +103,7 @@ def test_gradients_are_the_same_wherever_bytes_were(backend: str, tmp_path: Path
         assert_same(run(**settings), expected)
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, DIVIDED])
+@pytest.mark.parametrize("backend", ["aot_eager", DIVIDED])  # inductor's may come from its cache
 def test_scores_logits_and_tables_stay_exact(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,10 +122,12 @@ def test_scores_logits_and_tables_stay_exact(
     trained(tmp_path, backend, kind=Attention, lengths=(TOKENS,) * STEPS, codec="int8", min_bytes=1)
     rounded = {shape for shape, rounds in written if rounds}
     exact = {shape for shape, rounds in written if not rounds}
-    assert rounded, "products, whose layouts partitioners choose"
+    assert any(shape[-1] == HIDDEN and shape[-2] in (TOKENS, 2 * TOKENS) for shape in rounded)
+    assert any(shape[-1] == 4 * HIDDEN for shape in rounded)
     for shape in rounded:
         assert shape[-2:] != (TOKENS, TOKENS) and VOCABULARY not in shape and 1 not in shape, shape
-    assert (2, TOKENS, TOKENS) in exact or any(VOCABULARY in shape for shape in exact)
+    assert (2, TOKENS, TOKENS) in exact
+    assert any(VOCABULARY in shape for shape in exact)
 
 
 def test_a_retained_graph_gives_the_same_again(tmp_path: Path) -> None:
