@@ -364,11 +364,6 @@ def test_the_trainer_compiles_and_trains_the_same(tmp_path: Path) -> None:
     assert not compiled_graphs._saved
 
 
-def test_a_codec_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="inside_graphs has not been tried with a codec"):
-        offload_activations(Stack(), tmp_path, inside_graphs=True, codec="int8")
-
-
 def test_compiled_autograd_is_refused(tmp_path: Path) -> None:
     model = Stack().eval()
     compiled: Any = torch.compile(model, backend="aot_eager")

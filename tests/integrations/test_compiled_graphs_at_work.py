@@ -142,7 +142,7 @@ def test_a_drive_that_fails_or_is_full_loses_nothing(
     fault.begin(kind, number, error, for_ever=True)
     found = trained(tmp_path, settled=True)
     assert_same(found, expected)
-    assert fault.num_failed > 0 and found[1][0]["rejected_bytes"] > 0
+    assert fault.num_failed > 0 and any(step["rejected_bytes"] > 0 for step in found[1])
 
 
 def test_a_read_that_fails_is_an_error_and_the_next_step_is_right(

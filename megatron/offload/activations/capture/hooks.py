@@ -126,7 +126,12 @@ class SavedTensorHooks:
     # -- Out --------------------------------------------------------------------------------------
 
     def pack(
-        self, tensor: torch.Tensor, batch: WriteBatch | None = None, since: int | None = None
+        self,
+        tensor: torch.Tensor,
+        batch: WriteBatch | None = None,
+        since: int | None = None,
+        *,
+        rounds: bool | None = None,
     ) -> Packed:
         """What autograd keeps instead of `tensor`: a view of a record, or the tensor itself.
 
@@ -134,6 +139,7 @@ class SavedTensorHooks:
             tensor: that autograd saves.
             batch: collects what is to be written; None: it is submitted now.
             since: see `WeightCasts.find`; None: the caller does not know.
+            rounds: see `encoding_of`.
         """
         with PLAIN_TORCH():
             storage = self._cache.movable(tensor)
@@ -144,7 +150,9 @@ class SavedTensorHooks:
                     self._step.statistics.recast_bytes += tensor.nbytes
                     return cast
             to_write = WriteBatch(self._writer) if batch is None else batch
-            move = None if storage is None else self.find_move(tensor, storage, to_write)
+            move = None
+            if storage is not None:
+                move = self.find_move(tensor, storage, to_write, rounds=rounds)
             if move is not None:
                 view = self.take(tensor, move, to_write)
                 if batch is None:
@@ -195,6 +203,7 @@ class SavedTensorHooks:
         batch: WriteBatch | None = None,
         *,
         whole: bool = False,
+        rounds: bool | None = None,
     ) -> Move | None:
         """How the bytes of a tensor leave memory; None if they stay.
 
@@ -204,6 +213,7 @@ class SavedTensorHooks:
             batch: collects what is to be written so that the tensor can be computed again; None: it
                 is not to be computed again.
             whole: this tensor and others need all of the storage together.
+            rounds: see `encoding_of`.
         """
         span: Span | None = None
         if not self._device.gets_back(storage):
@@ -225,7 +235,7 @@ class SavedTensorHooks:
         if span is not None:
             num_bytes = span.num_bytes
         elif batch is not None and (self.recipes is not None or self._codec is not None):
-            recipe = self._find_recipe(tensor, storage, batch)
+            recipe = self._find_recipe(tensor, storage, batch, rounds)
             if recipe is not None:
                 return storage, None, None, recipe
         if self.recipes is not None and batch is not None:
@@ -242,7 +252,11 @@ class SavedTensorHooks:
         return storage, span, None, tier
 
     def _find_recipe(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage, batch: WriteBatch
+        self,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        batch: WriteBatch,
+        rounds: bool | None,
     ) -> Recipe | None:
         """How the bytes are computed again, or decoded; what that takes is saved."""
         scope = self._step.scope
@@ -256,7 +270,7 @@ class SavedTensorHooks:
         if self._codec is None:
             return None
         is_behind = is_behind_layers(scope.layer)
-        return encoding_of(tensor, storage, self._codec, save, is_behind=is_behind)
+        return encoding_of(tensor, storage, self._codec, save, is_behind=is_behind, rounds=rounds)
 
     def take(self, tensor: torch.Tensor, move: Move, batch: WriteBatch) -> SavedView:
         """Carries out a move, and returns what autograd keeps instead of the tensor.

@@ -58,6 +58,7 @@ def encoding_of(
     save: Callable[[torch.Tensor], Held],
     *,
     is_behind: bool,
+    rounds: bool | None = None,
 ) -> Recipe | None:
     """How the storage of a tensor is decoded; what is decoded is saved. None: it stays exact.
 
@@ -67,18 +68,19 @@ def encoding_of(
         codec: that makes it smaller.
         save: saves a tensor that autograd does not: what the codec made.
         is_behind: a layer, and before the next.
+        rounds: whether the tensor may be rounded, to as many bits as sums; None: autograd knows
+            the operation that made it, and that decides.
     """
     base = tensor._base
     target = tensor if base is None else base
-    node = node_of(target)
-    if node is None or target.dtype not in TYPES or target.nbytes != storage.nbytes():
+    if target.dtype not in TYPES or target.nbytes != storage.nbytes():
         return None
-    maker = maker_of(target)
-    if maker in _EXACT:
-        return None
-    quantization = codec.sums if is_behind or maker in _SUMS else codec.others
+    if rounds is None:
+        quantization = _chosen(target, codec, is_behind)
+    else:
+        quantization = codec.sums if rounds else None
     num_values = target.numel()
-    if quantization.encoded_bytes(num_values) >= target.nbytes:
+    if quantization is None or quantization.encoded_bytes(num_values) >= target.nbytes:
         return None
     with torch.no_grad():
         values = torch.empty(0, dtype=target.dtype, device=target.device).set_(storage)
@@ -87,3 +89,11 @@ def encoding_of(
     program = Program((step,), Layout((num_values,), (1,), target.dtype))
     bases = [held.saved] if isinstance(held, SavedView) else []
     return Recipe(program, [held], bases, 1, encodes=True)
+
+
+def _chosen(target: torch.Tensor, codec: Codec, is_behind: bool) -> Quantization | None:
+    """How values are kept, by the operation that made them; None: exactly."""
+    maker = maker_of(target)
+    if node_of(target) is None or maker in _EXACT:
+        return None
+    return codec.sums if is_behind or maker in _SUMS else codec.others

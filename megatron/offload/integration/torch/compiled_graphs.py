@@ -30,8 +30,6 @@ import contextlib
 import functools
 import inspect
 import logging
-import operator
-import re
 import threading
 import weakref
 import zlib
@@ -49,15 +47,25 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from megatron.offload.activations.capture.context import others_take_what_is_saved
 from megatron.offload.activations.capture.hooks import Packed
 from megatron.offload.activations.engine import OffloadEngine
-from megatron.offload.activations.saved.scope import Scope, name_of_call
+from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.integration.own_attributes import replaced
+from megatron.offload.integration.torch.graph_codec import roundable
+from megatron.offload.integration.torch.graph_nodes import (
+    PRODUCTS,
+    base_of,
+    bytes_of,
+    layer_of,
+    made_of,
+    may_change,
+    storage_of,
+)
 from megatron.offload.integration.torch.layer_calls import LayerCalls
 
 logger = logging.getLogger(__name__)
 
 _LIBRARY = torch.library.Library("megatron_offload", "DEF")
 _LIBRARY.define(
-    "begin_write(Tensor saved, str layer, int graph, int use) -> Tensor",
+    "begin_write(Tensor saved, str layer, int graph, int use, bool rounds) -> Tensor",
     tags=(torch.Tag.needs_exact_strides,),
 )
 _LIBRARY.define("wait_for_read(Tensor shell, Tensor? after) -> Tensor")
@@ -65,7 +73,7 @@ _LIBRARY.define("wait_for_read(Tensor shell, Tensor? after) -> Tensor")
 _COMPILE = "aot_stage2_compile"  # gets a joint graph, and what divides it, of any backend
 _BOTH_AT_ONCE = "force_non_lazy_backward_lowering"
 _REWRITTEN = "megatron_offload"  # in what is noted of a graph
-_FORMAT = 5  # of graphs in inductor's caches
+_FORMAT = 6  # of graphs in inductor's caches
 
 _of_thread = threading.local()  # `.calls`: of the forward pass that this thread is in
 
@@ -83,7 +91,9 @@ class _Saved(NamedTuple):
 _saved: dict[int, _Saved] = {}  # by the address of the shell's storage
 
 
-def _begin_write(saved: torch.Tensor, layer: str, graph: int, use: int) -> torch.Tensor:
+def _begin_write(
+    saved: torch.Tensor, layer: str, graph: int, use: int, rounds: bool
+) -> torch.Tensor:
     plain = saved.data  # inductor's aliases have versions of their own, which say nothing
     calls: LayerCalls | None = getattr(_of_thread, "calls", None)
     # A hook of others may copy what it gets, and a checkpoint drops it.
@@ -98,7 +108,7 @@ def _begin_write(saved: torch.Tensor, layer: str, graph: int, use: int) -> torch
     engine = calls.save_in_graph(layer)
     order = engine.save_order
     num_before = 0 if order is None else len(order)
-    packed = engine.hooks.pack(plain)
+    packed = engine.hooks.pack(plain, rounds=rounds)
     if order is not None and len(order) > num_before:
         order.arrange(len(order) - num_before, graph, use)
     alive = weakref.ref(storage, functools.partial(_forget, address))
@@ -154,7 +164,9 @@ _LIBRARY.impl("wait_for_read", _wait_for_read, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("megatron_offload::begin_write", lib=_LIBRARY)  # type: ignore[untyped-decorator]
-def _fake_shell(saved: torch.Tensor, layer: str, graph: int, use: int) -> torch.Tensor:
+def _fake_shell(
+    saved: torch.Tensor, layer: str, graph: int, use: int, rounds: bool
+) -> torch.Tensor:
     return _like(saved)
 
 
@@ -170,13 +182,6 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 # -- The two graphs ------------------------------------------------------------------------------
-
-_PRODUCTS = frozenset(
-    getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm")
-)
-
-
-_OVERWRITING = ("index_put", "scatter", "all_reduce", "_foreach")  # in inductor, where it can
 
 
 def rewrite(
@@ -209,22 +214,24 @@ def rewrite(
     uses = _uses_in(backward.graph)
     own = [one for one in outputs[:num_outputs] if isinstance(one, fx.Node)]
     stay = [*forward.graph.find_nodes(op="placeholder"), *own]
-    held = {_storage_of(one) for one in stay}
-    bases = {_base_of(one) for one in stay}
+    held = {storage_of(one) for one in stay}
+    bases = {base_of(one) for one in stay}
+    rounded = roundable(forward.graph, backward.graph)
     moved: dict[fx.Node, fx.Node] = {}
     for place in range(num_outputs, len(outputs)):
         saved = outputs[place]
-        storage = _storage_of(saved)
-        if storage is None or _bytes_of(saved) < min_bytes:
+        storage = storage_of(saved)
+        if storage is None or bytes_of(saved) < min_bytes:
             continue
-        if storage in held or _base_of(saved) in bases:
+        if storage in held or base_of(saved) in bases:
             continue
         placeholder = given.get(saved.name)
         if placeholder is None or not placeholder.users:
             continue
-        if _may_change(saved) or _may_change(placeholder):
+        if may_change(saved) or may_change(placeholder):
             continue
-        arguments = saved, _layer_of(saved, layers), number, uses[placeholder].number
+        layer, use = layer_of(saved, layers), uses[placeholder].number
+        arguments = saved, layer, number, use, saved in rounded
         _take_forward(saved)
         with forward.graph.inserting_after(saved):
             shell = forward.graph.call_function(_ops().begin_write.default, arguments)
@@ -243,31 +250,10 @@ def rewrite(
 
 def _take_forward(view: fx.Node) -> None:
     """Has a view be made as soon as its bytes are there; partitioners may make it at the end."""
-    made_of = _made_of(view)
-    if made_of is not None and view.all_input_nodes == [made_of]:
-        _take_forward(made_of)
-        made_of.append(view)
-
-
-def _made_of(view: fx.Node) -> fx.Node | None:
-    """What a view is of; None: it is none.
-
-    Joint graphs have views whose tensors say nothing of the storage that they share.
-    """
-    first = view.args[0] if view.op == "call_function" and view.args else None
-    if not isinstance(first, fx.Node):
-        return None
-    maker = first if view.target is operator.getitem else view
-    is_view = getattr(maker.target, "is_view", False)
-    storage = _storage_of(view)
-    return first if is_view or (storage is not None and storage == _storage_of(first)) else None
-
-
-def _base_of(view: fx.Node) -> fx.Node:
-    """What a view is of in the end."""
-    while (made_of := _made_of(view)) is not None:
-        view = made_of
-    return view
+    origin = made_of(view)
+    if origin is not None and view.all_input_nodes == [origin]:
+        _take_forward(origin)
+        origin.append(view)
 
 
 class _FirstUse(NamedTuple):
@@ -286,7 +272,7 @@ def _uses_in(graph: fx.Graph) -> dict[fx.Node, _FirstUse]:
         for one in node.all_input_nodes:
             if one.op == "placeholder" and one not in found:
                 found[one] = _FirstUse(len(found), node, product)
-        if node.target in _PRODUCTS:
+        if node.target in PRODUCTS:
             product = node
     return found
 
@@ -304,51 +290,8 @@ def _read_late(placeholder: fx.Node, use: _FirstUse, shell: fx.Node) -> None:
     graph.erase_node(placeholder)
 
 
-def _may_change(node: fx.Node) -> bool:
-    """Whether an operation that gets a tensor, or a view of it, may write its result there."""
-    todo, seen = [node], {node}
-    while todo:
-        for user in todo.pop().users:
-            if isinstance(user.target, torch._ops.HigherOrderOperator) or any(
-                word in str(user.target) for word in _OVERWRITING
-            ):
-                return True
-            if user not in seen and _made_of(user) in seen:
-                seen.add(user)
-                todo.append(user)
-    return False
-
-
-def _layer_of(node: fx.Node, layers: Collection[str]) -> str:
-    """The call of a layer that makes a tensor, by its name; empty: none of these."""
-    stack: dict[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
-    for key, (path, _) in reversed(stack.items()):
-        # As it is written in the code of the graph: L['self'].model.layers[3], or with _modules.
-        name = re.sub(r"_modules\[['\"]([^'\"]+)['\"]\]", r"\1", path)
-        name = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", name.partition(".")[2])
-        if not name:
-            continue
-        for layer in layers:
-            if layer == name or layer.endswith(f".{name}"):
-                _, _, number = key.partition("@")  # of calls before this one
-                return name_of_call(layer, int(number or 0) + 1)
-    return ""
-
-
 def _ops() -> Any:
     return torch.ops.megatron_offload
-
-
-def _storage_of(node: Any) -> int | None:
-    """The address of its storage, which the graph keeps alive."""
-    value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
-
-
-def _bytes_of(node: fx.Node) -> int:
-    """Of its storage; of symbolic sizes by their hints."""
-    num_bytes = node.meta["val"].untyped_storage().nbytes()
-    return num_bytes if isinstance(num_bytes, int) else int(num_bytes.node.hint or 0)
 
 
 # -- Where graphs are made -----------------------------------------------------------------------

@@ -63,7 +63,7 @@ def offload_activations(
             classes or patterns of module names such as `model.layers.*`. Default: modules of one
             class that stand in a ModuleList or Sequential.
         inside_graphs: what `torch.compile` makes of a forward pass moves its activations inside of
-            its graphs; see docs/integrations.md. Not with a codec.
+            its graphs; see docs/integrations.md. Of the codecs `int8` is for it.
         run_directory: with `auto`, where what was measured is written.
         metrics_file: gets a JSON line for each step of the first rank: its time, its peak memory,
             its loss and what moved; `megatron-offload report` makes a table of several.
@@ -140,9 +140,10 @@ def offload_activations(
 
 
 def _check_graphs(config: OffloadConfig) -> None:
-    if config.codec != "off":
+    if config.codec not in ("off", "int8"):
         raise ConfigurationError(
-            "inside_graphs has not been tried with a codec; drop one of the two"
+            f"--activation-codec {config.codec} keeps sums in more bits than the rest, and within "
+            "a compiled graph the two are not told apart; use int8 with inside_graphs"
         )
     try:
         from megatron.offload.integration.torch.compiled_graphs import has_seam
