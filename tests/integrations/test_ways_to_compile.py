@@ -132,6 +132,8 @@ def assert_same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
 
 
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+# A dozen graphs, with and without: minutes of compilation.
+MANY_GRAPHS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.rare)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -153,7 +155,7 @@ def test_whole_in_place_and_by_layers(
     assert_same(run(tmp_path), run(None))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MANY_GRAPHS)
 @pytest.mark.parametrize(
     ("compiled", "dynamic"),
     [(whole, True), (by_layers, None), pytest.param(whole, None, marks=pytest.mark.slow)],
@@ -173,7 +175,7 @@ def test_lengths_accumulation_and_evaluation_in_between(
     assert_same(run(tmp_path), run(None))
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_a_mode_that_tunes_kernels(tmp_path: Path) -> None:
     run = functools.partial(trained, compiled=whole, mode="max-autotune-no-cudagraphs")
     assert_same(run(tmp_path), run(None))
