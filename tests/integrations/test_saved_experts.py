@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -223,7 +224,7 @@ def test_files_without_an_expert_are_refused(folders: dict[str, Path], tmp_path:
 @pytest.fixture
 def turned_llama(tmp_path: Path) -> Iterator[Path]:
     """A saved model of which no matrix of an MLP is in the files as it is in memory."""
-    mapping = transformers.conversion_mapping
+    mapping = importlib.import_module("transformers.conversion_mapping")
     halves = loading.WeightConverter(
         "mlp.both_proj.weight",
         ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
