@@ -204,6 +204,17 @@ def test_a_norm_over_another_dimension_is_left_alone() -> None:
     torch.testing.assert_close(found, alone)
 
 
+def test_modules_that_are_called_by_keywords_run_in_one_piece() -> None:
+    """Of one of several arguments it is not known which are tokens."""
+    model = make("Llama")
+    layer = model.model.layers[0]
+    x = torch.randn(2, 40, SIZES["hidden_size"])
+    alone = layer.mlp(x), layer.input_layernorm(x)
+    with offload_activations(model, mode="off", tiled_mlp=TILE):
+        found = layer.mlp(x=x), layer.input_layernorm(hidden_states=x)
+    assert all(map(torch.equal, found, alone))
+
+
 def test_norms_of_heads_have_tiles_of_as_many_values() -> None:
     model = make("Qwen3")
     seen: list[int] = []

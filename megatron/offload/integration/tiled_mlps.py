@@ -98,12 +98,13 @@ class _Mlp:
         self._draws: dict[bool, bool] = {}  # random numbers, in training or not; once it is checked
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own, over tiles where there is more than one."""
         # A checkpoint may run the first pass without gradients, and has to get the same of both.
         trains = torch.is_grad_enabled() or self.module.training
-        if not trains or args or kwargs:
-            return self._own(x, *args, **kwargs)
+        if not trains or len(args) != 1 or kwargs:
+            return self._own(*args, **kwargs)
+        (x,) = args
         tokens = x.numel() // max(x.shape[-1], 1)
         tile_tokens = self._tokens or tile_tokens_of(x.shape[-1])
         if tokens <= tile_tokens:
@@ -189,11 +190,12 @@ class _Norm(_Mlp):
         self._width = width
         self._is_apart: bool | None = None  # each token by itself; None: it has not run yet
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own, over tiles where there is more than one."""
         trains = torch.is_grad_enabled() or self.module.training
-        if torch.compiler.is_compiling() or not trains or args or kwargs:
-            return self._own(x, *args, **kwargs)
+        if torch.compiler.is_compiling() or not trains or len(args) != 1 or kwargs:
+            return self._own(*args, **kwargs)
+        (x,) = args
         if x.shape[-1] != self._width or x.numel() <= self._tiles.tokens * self._width:
             return self._own(x)
         parameters = self._parameters()
