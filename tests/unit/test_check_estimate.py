@@ -13,6 +13,10 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 from check import estimate_against_gpu, estimate_against_runs
 
+from megatron.offload.commands.estimate.saved import MOVE
+from megatron.offload.commands.estimate.step import Pass
+from megatron.offload.integration import tiled_mlps
+
 _GPUS = Path(__file__).resolve().parents[2] / "docs/results/gpu"
 
 
@@ -51,6 +55,19 @@ def test_estimates_are_within_a_tenth_of_what_gpus_took(gpu: str, least: int) ->
     found = list(estimate_against_gpu.compare(day))
     assert len(found) >= least
     assert not [one for one in found if abs(one.error) > 0.1]
+
+
+def test_so_are_those_of_tiles_as_they_were_when_gpus_ran_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """MLPs alone ran over tiles then, and no norms."""
+    monkeypatch.setattr(tiled_mlps, "_norms", lambda model: iter(()))
+    tiles = Pass(MOVE, checkpoints=True, chunks_loss=True, tiles_mlps=True)
+    monkeypatch.setattr(estimate_against_gpu, "_PASSES", {"tiled_host": tiles})
+    day = json.loads((_GPUS / "h100" / "results.json").read_text())
+    found = list(estimate_against_gpu.compare(day))
+    assert [one.name for one in found] == ["long/32768 tiled_host", "long/65536 tiled_host"]
+    assert all(abs(one.error) < 0.04 for one in found)
 
 
 def test_a_day_without_such_a_training_is_told_apart(
