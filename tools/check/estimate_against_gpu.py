@@ -15,6 +15,7 @@ file has nothing to compare with.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
@@ -27,6 +28,8 @@ from tabulate import tabulate
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[1:1] = [str(ROOT), str(ROOT / "tools")]
 
+from check.gpu_day.models import config_of, rank_of  # noqa: E402
+from check.gpu_day.settings import Shape  # noqa: E402
 from megatron.offload.commands.estimate.model import Adapters, Architecture  # noqa: E402
 from megatron.offload.commands.estimate.saved import MOVE, REPLAY  # noqa: E402
 from megatron.offload.commands.estimate.step import PLAIN, Pass, step_bytes  # noqa: E402
@@ -79,19 +82,9 @@ def compare(day: dict[str, Any]) -> Iterator[Compared]:
 
 
 def _architecture(found: dict[str, Any]) -> Architecture:
-    shape = found["shape"]
-    config = transformers.LlamaConfig(
-        num_hidden_layers=shape["layers"],
-        hidden_size=shape["hidden"],
-        intermediate_size=shape["intermediate"],
-        num_attention_heads=shape["heads"],
-        num_key_value_heads=shape["kv_heads"],
-        vocab_size=shape["vocab"],
-        max_position_embeddings=max(shape["seq"], 8192),
-    )
-    rank = shape["hidden"] // 256
-    adapters = None if found.get("frozen") is None else Adapters(rank, "all-linear")
-    return Architecture(config, "bf16", adapters)
+    shape = Shape(**{one.name: found["shape"][one.name] for one in dataclasses.fields(Shape)})
+    adapters = None if found.get("frozen") is None else Adapters(rank_of(shape), "all-linear")
+    return Architecture(config_of(shape), "bf16", adapters)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Llamas of transformers with its own defaults: `make_model`, `add_adapters`, `make_tokens`.
 
-`training.py` and `bits.py` train them. Knows nothing of offload.
+`training.py`, `bits.py` and `forward.py` run them; `config_of` and `rank_of` are for estimates of
+them too. Knows nothing of offload.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import transformers
 from check.gpu_day.settings import Shape
 
 
-def make_model(shape: Shape, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """A new model on a device, from a fixed seed; training has begun."""
-    config = transformers.LlamaConfig(
+def config_of(shape: Shape) -> transformers.LlamaConfig:
+    """A configuration, all but its sizes as it is by default."""
+    return transformers.LlamaConfig(
         num_hidden_layers=shape.layers,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
@@ -25,23 +26,31 @@ def make_model(shape: Shape, device: torch.device, dtype: torch.dtype = torch.bf
         vocab_size=shape.vocab,
         max_position_embeddings=max(shape.seq, 8192),
     )
+
+
+def rank_of(shape: Shape) -> int:
+    """Of LoRA's adapters: 16 for Llama-3 8B."""
+    return max(shape.hidden // 256, 1)
+
+
+def make_model(shape: Shape, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """A new model on a device, from a fixed seed; training has begun."""
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with device:
-            model = transformers.LlamaForCausalLM(config)
+            model = transformers.LlamaForCausalLM(config_of(shape))
     finally:
         torch.set_default_dtype(before)
     return model.train()
 
 
 def add_adapters(model: Any, shape: Shape) -> Any:
-    """LoRA's adapters on every projection, of rank 16 for Llama-3 8B; all else is frozen."""
+    """LoRA's adapters on every projection; all else is frozen."""
     import peft
 
-    rank = max(shape.hidden // 256, 1)
-    config = peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    config = peft.LoraConfig(r=rank_of(shape), target_modules="all-linear", task_type="CAUSAL_LM")
     return peft.get_peft_model(model, config)
 
 

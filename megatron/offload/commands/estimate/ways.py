@@ -29,8 +29,7 @@ _BUCKETS = 3  # of states on a GPU: one is read, one is updated, one is written
 _STATES = {"adamw": 2, "sgd": 0}  # of each parameter, in its type
 _LAYERS_ON_THEIR_WAY = 2  # of a GPU that is ahead of its links, see the Note in `device/device.py`
 _POOL_BYTES = 2 << 30  # page-locked, on the way from a GPU to SSDs
-_LEAST = '{"recompute_layers": "all", "recompute_input": TIER, "chunked_loss": "auto"}'
-_TILES = f'{_LEAST[:-1]},\n        "tiled_mlp": "auto"}}'
+_AGAIN = '"recompute_layers": "all", "recompute_input": TIER, "chunked_loss": "auto"'
 
 
 @dataclass(frozen=True)
@@ -89,14 +88,15 @@ WAYS: dict[str, Way] = {
         _INPUTS,
         True,
         True,
-        f"offload(model, optimizer, DIR, parameters=True,\n    activations={_LEAST})",
+        f"offload(model, optimizer, DIR, parameters=True,\n    activations={{{_AGAIN}}})",
     ),
     "tiled": Way(
         "+ MLPs and norms over tiles of tokens",
         replace(_INPUTS, tiles_mlps=True),
         True,
         True,
-        f"offload(model, optimizer, DIR, parameters=True,\n    activations={_TILES})",
+        f"offload(model, optimizer, DIR, parameters=True,\n    activations={{{_AGAIN},\n"
+        '        "tiled_mlp": "auto"})',
     ),
     "gradients": Way(
         "gradients too, layer-major steps",
