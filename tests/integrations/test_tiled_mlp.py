@@ -82,30 +82,29 @@ def test_a_family_has_the_same_loss_and_gradients_within_rounding(family: str) -
     assert all(torch.equal(again[name], one) for name, one in alone.items()), "80 tokens: one tile"
 
 
-def counted(model: Any) -> list[int]:
-    """Tokens of each call of the first layer's gate, from now on."""
+def counted(module: Any) -> list[int]:
+    """Tokens of each call of a module, as wide as those of the model, from now on."""
     seen: list[int] = []
-    linear = model.model.layers[0].mlp.gate_proj
-    own = linear.forward
+    own = module.forward
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        seen.append(x.shape[1])
+        seen.append(x.numel() // SIZES["hidden_size"])
         return own(x)  # type: ignore[no-any-return]
 
-    linear.forward = forward
+    module.forward = forward
     return seen
 
 
 def test_an_mlp_runs_in_tiles_forward_and_again_in_backward() -> None:
     model = make("Llama")
-    seen = counted(model)
+    seen = counted(model.model.layers[0].mlp.gate_proj)
     passes(model, 20)
     assert seen[3:] == [20] * 8, "behind the three calls that try it"
     seen.clear()
     model.eval()
     with torch.no_grad(), offload_activations(model, mode="off", tiled_mlp=20):
         model(input_ids=torch.zeros(2, 40, dtype=torch.long))
-    assert seen == [40], "passes that do not train are left alone"
+    assert seen == [80], "passes that do not train are left alone"
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -114,7 +113,7 @@ def test_a_checkpoint_runs_the_same_tiles_twice(use_reentrant: bool) -> None:
     model = make("Llama")
     alone = passes(model, 20)
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    seen = counted(model)
+    seen = counted(model.model.layers[0].mlp.gate_proj)
     found = passes(model, 20)
     assert seen[3:] == [20] * 12, "forward, again, and once more for backward"
     assert found.keys() == alone.keys()
@@ -148,28 +147,15 @@ def test_activations_are_few_then() -> None:
     assert saved("off") - saved(TILE) == SIZES["num_hidden_layers"] * more + of_norms
 
 
-def rows_of_norms(model: Any) -> list[int]:
-    """Tokens of each call of the last norm, from now on."""
-    seen: list[int] = []
-    own = model.model.norm.forward
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        seen.append(x.shape[1])
-        return own(x)  # type: ignore[no-any-return]
-
-    model.model.norm.forward = forward
-    return seen
-
-
 def test_a_norm_runs_in_tiles_forward_and_again_in_backward() -> None:
     model = make("Llama")
-    seen = rows_of_norms(model)
+    seen = counted(model.model.norm)
     passes(model, 20)
     assert seen[2:] == [20] * 8, "behind the two calls that try it"
     seen.clear()
     handle = model.model.norm.weight.register_hook(lambda grad: grad)  # would see each tile's
     passes(model, 20)
-    assert seen == [40], "a batch of two in one piece"
+    assert seen == [80], "in one piece"
     handle.remove()
 
 
@@ -217,17 +203,9 @@ def test_modules_that_are_called_by_keywords_run_in_one_piece() -> None:
 
 def test_norms_of_heads_have_tiles_of_as_many_values() -> None:
     model = make("Qwen3")
-    seen: list[int] = []
-    norm = model.model.layers[0].self_attn.q_norm
-    own = norm.forward
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        seen.append(x.numel())
-        return own(x)  # type: ignore[no-any-return]
-
-    norm.forward = forward
+    seen = counted(model.model.layers[0].self_attn.q_norm)
     passes(model, 20)
-    assert seen[2:] == [20 * SIZES["hidden_size"]] * 8
+    assert seen[2:] == [20] * 8
 
 
 def test_results_of_norms_in_tiles_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
