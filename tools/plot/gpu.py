@@ -15,80 +15,56 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from megatron.offload.commands.drawing import Look, figure, look_of
+from megatron.offload.commands.drawing import GRAY, Label, Look, figure, label_points, look_of
 from megatron.offload.documents import FAULTS, from_json, reason_of
 from megatron.offload.sizes import GIB
 
-_CODED, _PEER = "#CC79A7", "#999999"  # colours of approximate ways, and of other packages
+_CODED = "#CC79A7"  # ways that are approximate
 _NONE = "stack/4096 none"
 
 
-class Point(NamedTuple):
-    """How a way to train is drawn.
-
-    Attributes:
-        label: beside the point.
-        look: of the point.
-        place: of the label, in points from it.
-        side: of the label that is there.
-    """
-
-    label: str
-    look: Look
-    place: tuple[int, int]
-    side: str = "left"
-
-
-_POINTS = {
-    _NONE: Point("all in memory", look_of("off"), (0, 8), "right"),
-    "stack/4096 checkpointing": Point("gradient checkpointing", look_of("recompute"), (9, -13)),
-    "stack/4096 replay": Point("replay", look_of("replay"), (9, -2)),
-    "stack/4096 replay_int8": Point("replay, int8", Look(_CODED, "p"), (0, -17), "center"),
-    "stack/4096 host_int8": Point("host, int8", Look(_CODED, "<"), (-3, 9), "right"),
-    "stack/4096 host_replay": Point("host", look_of("host"), (9, -4)),
-    "auto/25% of what layers save, with replay": Point("auto", look_of("auto"), (9, -10)),
-    "stack/4096 compiled": Point("torch.compile", Look("#000000", "P"), (0, 8), "center"),
-    "auto/50% of what layers save, inside of compiled graphs": Point(
-        "torch.compile, auto", Look("#009E73", "P"), (0, 10), "center"
+_POINTS: dict[str, tuple[str, Look]] = {  # the words beside each, and how it looks
+    _NONE: ("all in memory", look_of("off")),
+    "stack/4096 checkpointing": ("gradient checkpointing", look_of("recompute")),
+    "stack/4096 replay": ("replay", look_of("replay")),
+    "stack/4096 replay_int8": ("replay, int8", Look(_CODED, "p")),
+    "stack/4096 host_int8": ("host, int8", Look(_CODED, "<")),
+    "stack/4096 host_replay": ("host", look_of("host")),
+    "auto/25% of what layers save, with replay": ("auto", look_of("auto")),
+    "stack/4096 compiled": ("torch.compile", Look(look_of("off").color, "P")),
+    "auto/50% of what layers save, inside of compiled graphs": (
+        "torch.compile, auto",
+        Look(look_of("auto").color, "P"),
     ),
-    "stack/4096 host": Point("host, replay off", Look(look_of("host").color, ">"), (9, -4)),
-    "stack/4096 trl": Point("TRL's OffloadActivations", Look(_PEER, "D"), (9, -4)),
-    "stack/4096 save_on_cpu_pinned": Point(
-        "save_on_cpu(pin_memory=True)", Look(_PEER, "d"), (9, -4)
-    ),
+    "stack/4096 host": ("host, replay off", Look(look_of("host").color, ">")),
+    "stack/4096 trl": ("TRL's OffloadActivations", Look(GRAY, "D")),
+    "stack/4096 save_on_cpu_pinned": ("save_on_cpu(pin_memory=True)", Look(GRAY, "d")),
 }
 
 
-def plot(axes: Any, day: dict[str, Any]) -> None:
+def plot(drawn: Any, axes: Any, day: dict[str, Any]) -> None:
     """Draws one GPU. Raises KeyError: the training without anything was not measured there."""
     results = day["results"]
     none_s = results[_NONE]["found"]["step_s"]
-    for name, point in _POINTS.items():
+    labels = []
+    for name, (words, look) in _POINTS.items():
         result = results.get(name)
         if result is None or result["status"] != "ok":
             continue
         found = result["found"]
         x = (found["peak_bytes"] - found["base_bytes"]) / GIB
         y = none_s / found["step_s"]
-        color, marker = point.look
-        axes.plot(x, y, marker, color=color, markersize=9, zorder=3)
-        axes.annotate(
-            point.label,
-            (x, y),
-            point.place,
-            textcoords="offset points",
-            ha=point.side,
-            color=color,
-            fontsize=9,
-        )
+        axes.plot(x, y, look.marker, color=look.color, markersize=9, zorder=3)
+        labels.append(Label(x, y, words, look.color))
     axes.set_title(day["device"], fontsize=11)
     axes.set_xlabel("peak of activations, GiB")
     axes.set_ylabel("speed, of that with all in memory")
     axes.set_xlim(0, 17)
     axes.set_ylim(0, 1.12)
     axes.grid(alpha=0.3)
+    label_points(drawn, axes, labels)
 
 
 def main() -> int:
@@ -101,14 +77,15 @@ def main() -> int:
     args = parser.parse_args()
     columns = len(args.results)
     size = (6.2 * columns, 4.6)
-    with figure(args.output, columns=columns, figsize=size, squeeze=False) as (drawn, grid):
+    with figure(
+        args.output, columns=columns, figsize=size, squeeze=False, layout="constrained"
+    ) as (drawn, grid):
+        drawn.suptitle("8 layers of Llama-3 8B, 2 sequences of 4096 tokens, bf16")
         for axes, path in zip(grid.flat, args.results, strict=True):
             try:
-                plot(axes, from_json(path.read_bytes()))
+                plot(drawn, axes, from_json(path.read_bytes()))
             except (OSError, *FAULTS) as error:
                 parser.error(f"{path} is no result of gpu_day.py: {reason_of(error)}")
-        drawn.suptitle("8 layers of Llama-3 8B, 2 sequences of 4096 tokens, bf16")
-        drawn.tight_layout()
     print(f"wrote {args.output}")
     return 0
 
