@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,7 @@ DIVIDED = "aot_eager_decomp_partition"  # divided as for inductor, of the same o
 TOKENS, VOCABULARY = 24, 40
 
 
-@pytest.fixture(autouse=True)
-def compiled_anew() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-    assert not compiled_graphs._saved
+pytestmark = pytest.mark.usefixtures("compiled_anew")
 
 
 class Attention(torch.nn.Module):

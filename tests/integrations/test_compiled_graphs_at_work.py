@@ -23,13 +23,7 @@ from tests.support.compiled import HIDDEN, STEPS, Stack, assert_same, batch, tra
 from tests.support.nth_fault import ALLOCATION, READ, WRITE, NthFault
 from tests.support.ranks import run_ranks
 
-
-@pytest.fixture(autouse=True)
-def compiled_anew() -> Any:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-    assert not compiled_graphs._saved
+pytestmark = pytest.mark.usefixtures("compiled_anew")
 
 
 VIEWS = [

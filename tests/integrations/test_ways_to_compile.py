@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +17,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron.offload import offload_activations
-from megatron.offload.integration.torch import compiled_graphs
 from tests.support.compiled import HIDDEN, Stack, batch
 
 SETTINGS: dict[str, Any] = {"min_bytes": 1024, "inside_graphs": True}
 Call = Callable[[torch.Tensor], torch.Tensor]
 
 
-@pytest.fixture(autouse=True)
-def compiled_anew() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-    assert not compiled_graphs._saved
+pytestmark = pytest.mark.usefixtures("compiled_anew")
 
 
 class Checkpointed(Stack):
