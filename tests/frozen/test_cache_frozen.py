@@ -439,6 +439,25 @@ def test_rows_that_depend_on_each_other_are_stored_together(
     one_warning_about("a call is stored as a whole", caplog)
 
 
+class CoupledAndShifted(Coupled):
+    """It gets an argument that has no rows."""
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + shift
+
+
+def test_what_is_stored_together_may_share_an_argument(tmp_path: Path) -> None:
+    first, last = CoupledAndShifted().requires_grad_(False), torch.nn.Linear(4, 2)
+    model = torch.nn.ModuleList([first, last])
+    x, shift = torch.randn(6, 4), torch.randn(4)
+    wanted = first(x, shift)
+    with cache_frozen(model, tmp_path) as features:
+        for hits in (0, 0, 6):
+            assert torch.equal(first(x, shift), wanted)
+            features.store.wait_for_writes()
+            assert features.statistics["hit_rows"] == hits
+
+
 def test_a_mask_as_large_as_the_batch_is_not_taken_for_rows(tmp_path: Path) -> None:
     """[tokens, tokens], shared by all rows, where there are as many rows as tokens."""
 

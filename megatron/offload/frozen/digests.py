@@ -27,11 +27,17 @@ _CONSTANTS = (bool, int, float, str)
 
 def digest_of(*parts: bytes) -> bytes:
     """Of several byte strings, which cannot be taken for others of the same bytes."""
-    state = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    for part in parts:
-        state.update(len(part).to_bytes(8, "little"))
-        state.update(part)
-    return state.digest()
+    return digest_of_framed(framed(*parts))
+
+
+def framed(*parts: bytes) -> bytes:
+    """Several byte strings as one, which tells where each begins."""
+    return b"".join([one for part in parts for one in (len(part).to_bytes(8, "little"), part)])
+
+
+def digest_of_framed(parts: bytes) -> bytes:
+    """The `digest_of` of what was framed, perhaps in several calls."""
+    return hashlib.blake2b(parts, digest_size=DIGEST_BYTES).digest()
 
 
 def json_bytes(value: Any) -> bytes:

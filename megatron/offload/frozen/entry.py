@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-_MAGIC = b"MOFROZ2\n"
+_MAGIC = b"MOFROZ3\n"
 _LENGTH_BYTES, _CHECK_BYTES = 4, 16
 
 

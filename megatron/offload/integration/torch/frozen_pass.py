@@ -31,22 +31,26 @@ from torch.utils._pytree import tree_map
 
 from megatron.offload.activations.saved.quantization import Quantization
 from megatron.offload.errors import FEATURES_PREFIX, OffloadError
-from megatron.offload.frozen.digests import bytes_of, digest_of, json_bytes, layout_of, row_digests
+from megatron.offload.frozen.digests import (
+    bytes_of,
+    digest_of,
+    framed,
+    json_bytes,
+    layout_of,
+    row_digests,
+)
 from megatron.offload.frozen.entry import Entry
 from megatron.offload.frozen.rows import Rows, parsed
 from megatron.offload.frozen.structure import UnknownValueError, flatten, unflatten
-from megatron.offload.integration.torch.skipped import (
-    UnfilledLayer,
-    computed_in,
-    skipped,
+from megatron.offload.integration.torch.frozen_calls import (
+    LaterCalls,
+    Made,
+    as_it_is,
+    version_of,
 )
+from megatron.offload.integration.torch.skipped import UnfilledLayer, computed_in, skipped
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Counts changes in place; -1: they are not counted."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 class Modules(Protocol):
@@ -62,9 +66,11 @@ class Modules(Protocol):
 
     name: str
     num_modules: int
-    state: tuple[Any, ...]
     cache_layers: list[int]
     codec: Quantization | None
+
+    @property
+    def state(self) -> tuple[Any, ...]: ...
 
     def own(self, index: int) -> Callable[..., Any]:
         """The `forward` of a module."""
@@ -108,9 +114,9 @@ class FrozenPass:
         self._thread = threading.get_ident()
         self._cache: Any = None  # of keys and values, that the modules fill
         self._unfilled: dict[int, UnfilledLayer] = {}
-        # By id: tensors that the modules returned, as they were, and where.
-        self._made: dict[int, tuple[torch.Tensor, int, list[int]]] = {}
-        self._digests: dict[tuple[int, bool], tuple[torch.Tensor, int, list[bytes]]] = {}
+        self._made: Made = {}  # what the modules returned
+        self._later = LaterCalls(self._made)
+        self._digests: dict[tuple[int, bool, int], tuple[torch.Tensor, int, list[bytes]]] = {}
         self.following = 1
         self.kept: list[_Arguments] | None = None
         self._as_kept: list[tuple[torch.Tensor, int]] = []  # tensors in them, and their versions
@@ -133,7 +139,6 @@ class FrozenPass:
         ]
         self.base = digest_of(known, json_bytes([spec, layouts]))
         self._by_rows = False
-        self._rest: list[bytes] = []
         self._specs: list[Any] = []  # of results
 
     @property
@@ -146,6 +151,11 @@ class FrozenPass:
         """Files of a result."""
         return self.num_places if self._by_rows else 1
 
+    @property
+    def is_as_kept(self) -> bool:
+        """Whether the tensors that modules were given are as they were, to be given again."""
+        return all(version == version_of(one) for one, version in self._as_kept)
+
     def keep(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keeps the arguments of the first module, and from now on those of later ones."""
         self.kept = []
@@ -154,7 +164,7 @@ class FrozenPass:
     def keys(self, *, by_rows: bool) -> list[bytes]:
         """Of the files that a result of this pass has, one for each row, or one for all."""
         self._by_rows = by_rows
-        self._rest = [b""] * self.num_rows
+        self._later.clear()
         each = zip(*(self._digests_of(one) for one in self._leaves), strict=True)
         found = [digest_of(self.base, *digests) for digests in each]
         return found or [digest_of(self.base)]
@@ -188,15 +198,26 @@ class FrozenPass:
         """
         spec, leaves = self._described(args, kwargs)
         text = json_bytes([spec, [layout_of(one) for one in leaves]])
-        digests = [self._digests_of(one) for one in leaves]
-        self._rest = [
-            digest_of(before, text, *(one[row] for one in digests))
-            for row, before in enumerate(self._rest)
-        ]
+        each = [self._digests_of(one) for one in leaves]
+        digests = [framed(*(one[row] for one in each)) for row in range(self.num_rows)]
+        is_linked = self._later.note(index, args, kwargs, (text, leaves, digests))
+        self._go_on(args, kwargs, leaves)
+        return is_linked
+
+    def given_again(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """`given` for a call as that of the module before; False: it is another, and not noted."""
+        leaves = self._later.note_again(index, args, kwargs)
+        if leaves is None:
+            return False
+        self._go_on(args, kwargs, leaves)
+        return True
+
+    def _go_on(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[torch.Tensor]
+    ) -> None:
         if self.kept is not None:
             self._keep(args, kwargs, leaves)
-        self.following = index + 1
-        return f'"made":[{index - 1},'.encode() in text
+        self.following += 1
 
     def rows_of(self, leaves: Sequence[torch.Tensor]) -> tuple[dict[str, Any], list[list[bytes]]]:
         """What the files of the result have in common, and the bytes of each.
@@ -230,7 +251,7 @@ class FrozenPass:
     @property
     def rest(self) -> list[str]:
         """The digest of later arguments, for each row."""
-        return [one.hex() for one in self._rest]
+        return [one.hex() for one in self._later.digests(self.num_rows)]
 
     def has_rows_apart(self, leaves: Sequence[torch.Tensor]) -> bool:
         """Whether rows have these bits whatever stands beside them; see Note [Rows].
@@ -323,8 +344,7 @@ class FrozenPass:
         if self._values is not None:
             return
         self._part.leave(self)
-        is_as_kept = all(version == version_of(one) for one, version in self._as_kept)
-        if not is_as_kept or not self._part.is_as_in(self._state):
+        if not self.is_as_kept or not self._part.is_as_in(self._state):
             raise OffloadError(
                 f"{FEATURES_PREFIX}{self._part.name} was skipped, and its weights or its input "
                 "have changed before a value in its middle was used (a hidden state, a cache of "
@@ -345,7 +365,7 @@ class FrozenPass:
 
     def _keep(self, args: Any, kwargs: Any, leaves: Sequence[torch.Tensor]) -> None:
         assert self.kept is not None
-        self.kept.append((args, kwargs))
+        self.kept.append((as_it_is(args), as_it_is(kwargs)))
         self._as_kept += [(one, version_of(one)) for one in leaves]
 
     def _leave_unfilled(self) -> None:
@@ -385,7 +405,7 @@ class FrozenPass:
 
     def _digests_of(self, tensor: torch.Tensor) -> list[bytes]:
         by_rows = self._by_rows and self._has_rows(tensor)
-        at = (id(tensor), by_rows)
+        at = id(tensor), by_rows, self.num_rows
         known = self._digests.get(at)
         if known is None or known[1] != version_of(tensor) or known[1] < 0:
             values = row_digests(tensor, self.num_rows, by_rows=by_rows)
