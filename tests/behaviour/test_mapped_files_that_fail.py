@@ -143,6 +143,7 @@ _WAYS = (
 )
 
 
+@pytest.mark.slow
 def test_the_process_ends_with_a_sentence(tmp_path: Path) -> None:
     code, output, errors = finish(start_python(_EACH_WAY, tmp_path, *_WAYS))
     assert code == 0, errors

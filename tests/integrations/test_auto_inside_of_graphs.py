@@ -54,7 +54,7 @@ def plan_file(path: Path, placements: dict[str, Placement]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", [Stack, Twice, Shares])
+@pytest.mark.parametrize("kind", [Stack, pytest.param(Twice, marks=pytest.mark.slow), Shares])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_each_call_of_a_layer_is_measured_and_planned(
     kind: Any, backend: str, tmp_path: Path
@@ -96,6 +96,7 @@ def test_a_plan_is_followed_layer_by_layer(tmp_path: Path) -> None:
     assert all(step["kept_bytes"] > 0 for step in found[1])
 
 
+@pytest.mark.slow
 def test_calls_of_one_layer_have_places_of_their_own(tmp_path: Path) -> None:
     calls = [*BLOCKS, *(name_of_call(one, 2) for one in BLOCKS)]
     keep = dict.fromkeys([*map(name_after, ("", *calls)), *calls], Placement.KEEP)

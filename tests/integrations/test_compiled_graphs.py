@@ -49,6 +49,7 @@ def test_layers_are_placed_within_a_graph(tmp_path: Path) -> None:
     assert 0.2 < first[1][-1]["offloaded_bytes"] / everything < 0.45
 
 
+@pytest.mark.slow
 def test_two_lengths_in_turn(tmp_path: Path) -> None:
     lengths = (32, 48, 32, 40, 48)
     assert_same(trained(tmp_path, lengths=lengths), trained(None, lengths=lengths))

@@ -135,8 +135,10 @@ MANY_GRAPHS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.rare)]
     ("compiled", "kind", "how"),
     [
         (whole, Stack, {"fullgraph": True}),
-        (in_place, Stack, {"dynamic": True}),
-        (by_layers, Stack, {"fullgraph": True, "dynamic": True}),
+        pytest.param(in_place, Stack, {"dynamic": True}, marks=pytest.mark.slow),
+        pytest.param(
+            by_layers, Stack, {"fullgraph": True, "dynamic": True}, marks=pytest.mark.slow
+        ),
         (whole, Checkpointed, {}),
         (whole, Normed, {"fullgraph": True}),
         (by_layers, Normed, {}),
@@ -149,11 +151,9 @@ def test_whole_in_place_and_by_layers(
     assert_same(run(tmp_path), run(None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", MANY_GRAPHS)
-@pytest.mark.parametrize(
-    ("compiled", "dynamic"),
-    [(whole, True), (by_layers, None), pytest.param(whole, None, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("compiled", "dynamic"), [(whole, True), (by_layers, None), (whole, None)])
 def test_lengths_accumulation_and_evaluation_in_between(
     compiled: Callable[..., Call], dynamic: bool | None, backend: str, tmp_path: Path
 ) -> None:

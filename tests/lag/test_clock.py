@@ -199,6 +199,7 @@ def test_a_profile_has_the_seconds_of_each_layer_whatever_the_link(
     until_near(attempt, 0.05)
 
 
+@pytest.mark.slow(but="True")
 @pytest.mark.parametrize("by_context", [True, False])
 def test_a_profile_has_no_seconds_of_hooks_that_the_device_waits_for(
     by_context: bool, accelerator: Lag, lag: LagModule, monkeypatch: pytest.MonkeyPatch

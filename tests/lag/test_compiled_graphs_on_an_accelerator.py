@@ -38,6 +38,7 @@ def test_the_bits_are_the_same_however_late_the_device_is(
     assert all(step["offloaded_storages"] > 8 for step in found[1])
 
 
+@pytest.mark.slow(but="1GiB")
 @pytest.mark.parametrize("budget", ["700KiB", "1GiB"])
 def test_auto_changes_no_bit_and_keeps_what_there_is_room_for(
     budget: str, lag: LagModule, tmp_path: Path

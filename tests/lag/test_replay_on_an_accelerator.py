@@ -115,6 +115,7 @@ def test_layers_replay_between_others_that_do_not(
     assert counted["offloaded_bytes"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", ["1300KiB", "1000KiB"])
 def test_the_bits_are_the_same_under_whatever_a_budget_in_between_asks_for(
     budget: str, lag: LagModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -131,7 +132,15 @@ def test_the_bits_are_the_same_under_whatever_a_budget_in_between_asks_for(
     assert sum(counted[name] for name in done) > 0
 
 
-@pytest.mark.parametrize(("codec", "seed"), [("int8", 0), ("int8", 1), ("int8", 2), ("int4", 0)])
+@pytest.mark.parametrize(
+    ("codec", "seed"),
+    [
+        ("int8", 0),
+        pytest.param("int8", 1, marks=pytest.mark.slow),
+        pytest.param("int8", 2, marks=pytest.mark.slow),
+        ("int4", 0),
+    ],
+)
 @pytest.mark.parametrize("mode", ["keep", "host", "ssd"])
 def test_what_a_codec_encodes_is_the_same_however_late_the_device_is(
     mode: str, codec: str, seed: int, lag: LagModule, tmp_path: Path

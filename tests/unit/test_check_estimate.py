@@ -48,6 +48,7 @@ def test_a_model_that_is_not_known_is_refused(
     assert "unknown: nope" in capsys.readouterr().err
 
 
+@pytest.mark.slow(but="h200-5")
 @pytest.mark.parametrize(("gpu", "least"), [("h100", 25), ("h200", 5)])
 def test_estimates_are_within_a_tenth_of_what_gpus_took(gpu: str, least: int) -> None:
     """Each training that gpu_day.py measured and `estimate` knows."""

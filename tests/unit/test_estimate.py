@@ -239,6 +239,7 @@ def test_the_peak_is_that_of_a_real_step(how: str) -> None:
     assert said == pytest.approx(most, rel=0.02)
 
 
+@pytest.mark.slow
 def test_what_is_left_of_a_long_sequence_is_a_tile_and_some_hidden_states(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -333,6 +334,7 @@ def test_micro_batches_write_activations_and_read_parameters_so_many_times() -> 
     assert several.read == one.read + 3 * 40  # a layer-major step reads parameters twice
 
 
+@pytest.mark.slow
 def test_gradients_of_an_earlier_micro_batch_are_there_all_along(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
