@@ -92,10 +92,9 @@ def is_view_of_leaf(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool
         return False
     node = node_of(tensor)
     for _ in range(_MOST_VIEWS):
-        following = () if node is None else node.next_functions
-        if len(following) != 1:
+        if node is None or len(node.next_functions) != 1:
             return False
-        node = following[0][0]
+        ((node, _),) = node.next_functions
         leaf: torch.Tensor | None = getattr(node, "variable", None)  # of its accumulator
         if leaf is not None:
             return leaf.layout is torch.strided and leaf.untyped_storage()._cdata == storage._cdata

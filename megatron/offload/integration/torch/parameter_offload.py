@@ -243,6 +243,7 @@ class ParameterOffload:
             if window.gradients is not None:
                 window.gradients.check_is_told()
             window.use(number, -1)
+            window.units[number].note_backward()
             end_of_backward.tell()
 
         def after_forward(_: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
