@@ -402,7 +402,10 @@ def _params_of(
             if owner.setdefault(id(param), number) != number:
                 raise _refusal(f"{name} belongs to layers of two units; give fewer units")
             if type(param) is not torch.nn.Parameter or param.layout is not torch.strided:
-                raise _refusal(f"{name} is a {type(param).__name__}; sharded models keep their own")
+                raise _refusal(
+                    f"{name} is a {type(param).__name__}, and only plain parameters move: sharded "
+                    "and quantized models keep their own; give a model in its own type"
+                )
             if param.is_meta and not is_filled:
                 raise _refusal(
                     f"{name} is on the meta device and has no values; give weights=, the folder of "
