@@ -183,3 +183,50 @@ def test_what_is_written_holds(door: str, way: str, moment: str, tmp_path: Path)
         assert torch.equal(weights[name], weight), name
     plain = expected(None, moment)[1]
     assert said or not all(torch.equal(wanted[name], weight) for name, weight in plain.items())
+
+
+def _steps_alone(param: torch.Tensor) -> None:
+    """As an optimizer of one parameter that is fused into backward."""
+    assert param.grad is not None
+    param.data.add_(param.grad, alpha=-0.1)
+    param.grad = None
+
+
+def _hook_each(model: torch.nn.Module) -> None:
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(_steps_alone)
+
+
+def _hook_next(model: torch.nn.Module) -> None:
+    """As LOMO: a parameter is updated when the gradient of the next one is there."""
+
+    def step(gradient: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for param in model.parameters():
+                if param.grad is not None:
+                    _steps_alone(param)
+        return gradient
+
+    for param in model.parameters():
+        param.register_hook(step)
+
+
+@pytest.mark.parametrize("hook", [_hook_each, _hook_next])
+@pytest.mark.parametrize("is_on_ssd", [False, True], ids=["host", "ssd"])
+def test_what_hooks_of_gradients_write_through_data_holds(
+    hook: Callable[[torch.nn.Module], None], is_on_ssd: bool, tmp_path: Path
+) -> None:
+    def run(door: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        model, losses = Net(), []
+        hook(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with moving(door, model, optimizer, tmp_path if is_on_ssd else None):
+            for step in range(4):
+                loss = model(batch(step))
+                loss.backward()
+                losses.append(loss.detach())
+            return losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+    (losses, weights), (expected_losses, expected_weights) = run("parameters"), run("")
+    assert losses == expected_losses and losses[0] != losses[-1]
+    assert all(torch.equal(weights[name], one) for name, one in expected_weights.items())

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from megatron.offload import ConfigurationError, offload_optimizer
 from megatron.offload.errors import OffloadError
@@ -320,3 +321,38 @@ def test_states_of_any_name_that_change_their_names_have_the_same_bits(
         ]
         found.append([*layers.parameters(), *states])
     assert len(found[0]) == len(found[1]) and all(map(torch.equal, *found))
+
+
+class KeepsPairs(Plain):
+    """Has a state made of two tensors, as 8-bit ones of torchao are, beside a plain one."""
+
+    def update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        if not state:
+            state["pair"] = TwoTensor(torch.zeros_like(param), torch.ones_like(param))
+            state["mean"] = torch.zeros_like(param)
+        state["pair"].add_(param.grad)
+        state["mean"].lerp_(param.grad, 0.5)
+        param.add_(state["pair"].a * state["pair"].b + state["mean"], alpha=-group["lr"])
+
+
+def test_a_state_of_several_tensors_stays_and_it_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(is_offloaded: bool) -> list[torch.Tensor]:
+        torch.manual_seed(2)
+        layers = linear_layers()
+        optimizer = KeepsPairs(layers.parameters())
+        handle = offloaded(optimizer, tmp_path) if is_offloaded else None
+        for step in range(4):
+            gradients_of(layers, step)
+            optimizer.step()
+        if handle is not None:
+            assert handle.statistics["read_bytes"] > 0
+            for state in optimizer.state.values():
+                assert state["mean"].is_meta and type(state["pair"]) is TwoTensor
+        return [param.detach().clone() for param in layers.parameters()]
+
+    assert all(map(torch.equal, run(is_offloaded=True), run(is_offloaded=False)))
+    said = [one.getMessage() for one in caplog.records if "TwoTensor" in one.getMessage()]
+    assert len(said) == 1 and "stay in memory" in said[0]

@@ -356,3 +356,29 @@ def test_a_compiled_step_by_buckets_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match=r"call optimizer\.step itself"):
             torch.compile(optimizer.step, backend="aot_eager")()
         optimizer.step()
+
+
+def test_torchs_encoder_evaluates_by_the_same_path(tmp_path: Path) -> None:
+    """It looks at the parameters of its first layer before that is called."""
+
+    def run(is_offloaded: bool) -> list[str]:
+        torch.manual_seed(4)
+        layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+        model = torch.nn.TransformerEncoder(layer, 3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        rows = torch.randn(3, 12, 32)
+        padding = torch.arange(12) >= torch.tensor([[12], [9], [5]])
+        found = []
+        with doors(model, optimizer, "parameters" if is_offloaded else "", tmp_path):
+            for _ in range(2):
+                loss = model.train()(rows, src_key_padding_mask=padding).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    result = model.eval()(rows, src_key_padding_mask=padding)
+                assert not result[2, 5:].any()  # the path of nested tensors fills with zeros
+                found += [digest(loss), digest(result)]
+        return found
+
+    assert run(is_offloaded=True) == run(is_offloaded=False)

@@ -95,6 +95,35 @@ def test_transforms_of_torch_func_are_left_alone_and_said(tmp_path: Path, caplog
         assert offload.statistics["offloaded_storages"] > 10
 
 
+def test_a_loss_that_computes_its_gradients_within_backward_is_told(
+    tmp_path: Path, caplog: Any
+) -> None:
+    """As the Cached... losses of sentence-transformers do."""
+
+    def run(settings: dict[str, Any]) -> list[str]:
+        torch.manual_seed(3)
+        model = net()
+        handle = offload_activations(model, **settings)
+        with handle:
+            rows = noise()
+            with torch.no_grad():
+                results = model(rows)
+            results.requires_grad_()
+
+            def again(gradient: torch.Tensor) -> None:
+                with torch.enable_grad():
+                    model(rows).backward(gradient)  # type: ignore[no-untyped-call]
+
+            results.register_hook(again)
+            (results * 2).square().sum().backward()
+        return [digest(one.grad) for one in model.parameters() if one.grad is not None]
+
+    expected = run({"mode": "off"})
+    assert run({"directory": tmp_path, "min_bytes": 1}) == expected and expected
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1 and "is called with gradients within a backward pass" in said[0]
+
+
 def test_a_copy_and_a_pickle_have_no_hooks(tmp_path: Path) -> None:
     model = net()
     with offload_activations(model, tmp_path, min_bytes=1) as offload:

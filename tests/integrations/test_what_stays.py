@@ -80,6 +80,32 @@ def test_what_the_output_holds_in_each_step_is_said_once(
     assert "use_cache" not in text + report
 
 
+def test_a_leaf_that_wants_a_gradient_stays_and_no_output_is_blamed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As trainers make what embeddings return for adapters: `enable_input_require_grads`."""
+    embedding = torch.nn.Embedding(64, 32).requires_grad_(False)
+    embedding.register_forward_hook(lambda module, args, result: result.requires_grad_())
+    layers = [torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.SiLU()) for _ in range(3)]
+    model = torch.nn.Sequential(embedding, *layers)
+    rows = torch.randint(0, 64, (4, 16))
+
+    def run(**settings: Any) -> list[str | None]:
+        model.zero_grad()
+        with offload_activations(model, **settings) as handle:
+            for _ in range(4):
+                model(rows).square().sum().backward()
+            if settings["mode"] != "off":
+                assert handle.statistics["held_bytes"] == 4 * 16 * 32 * 4
+                assert handle.statistics["long_lived_bytes"] == 0
+                assert handle.statistics["offloaded_storages"] > 2
+                assert "in storages that something else holds" in handle.report()
+        return gradients(model)
+
+    assert run(directory=tmp_path, mode="ssd", min_bytes=1024) == run(mode="off")
+    assert "stay in memory all the same" not in caplog.text
+
+
 def test_a_change_in_place_is_told_in_the_words_of_torch(tmp_path: Path) -> None:
     model = net()
     with offload_activations(model, tmp_path, min_bytes=1):

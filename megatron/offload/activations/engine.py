@@ -239,7 +239,7 @@ class OffloadEngine:
         left, counted = self.cache.take_left_alone(), self.statistics
         counted.unsupported = left.num_unsupported
         counted.unsupported_bytes = left.unsupported_bytes
-        counted.held_bytes = left.held_bytes
+        counted.held_bytes += left.held_bytes
         counted.other_device_bytes = left.other_devices.total()
         self.other_devices = dict(left.other_devices)
 

@@ -30,6 +30,7 @@ import torch
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.own_attributes import put
 from megatron.offload.integration.replaced_forwards import ReplacedForwards
+from megatron.offload.integration.torch.attribute_snapshot import AttributeSnapshot
 from megatron.offload.ops.tiled_mlp import (
     Tiles,
     in_tiles,
@@ -116,7 +117,15 @@ class _Mlp:
             some = x.detach().reshape(1, -1, x.shape[-1])[:, : 2 * _PROBED_TOKENS]
             self._check_same(some, parameters)
             draws = self._draws[self.module.training] = self._draws_for(some)
-        return tiled(self._own, x, parameters, Tiles(tile_tokens, draws=draws))
+        return self._tiled(x, parameters, Tiles(tile_tokens, draws=draws))
+
+    def _tiled(
+        self, x: torch.Tensor, parameters: Sequence[torch.Tensor], tiles: Tiles
+    ) -> torch.Tensor:
+        before = AttributeSnapshot(self.module)
+        result = tiled(self._own, x, parameters, tiles, before.restored)
+        before.keep_changed()
+        return result
 
     def _parameters(self) -> list[torch.Tensor]:
         """As the layers see them now, each once."""
@@ -209,7 +218,7 @@ class _Norm(_Mlp):
             self._is_apart = False
         if not self._is_apart:
             return self._own(x)
-        return tiled(self._own, x, parameters, self._tiles)
+        return self._tiled(x, parameters, self._tiles)
 
     def _again(self, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         """The result of forward, with the parameters that it had."""

@@ -81,7 +81,11 @@ def tile_tokens_of(hidden_size: int) -> int:
 
 
 def tiled(
-    run: Run, x: torch.Tensor, parameters: Sequence[torch.Tensor], tiles: Tiles
+    run: Run,
+    x: torch.Tensor,
+    parameters: Sequence[torch.Tensor],
+    tiles: Tiles,
+    as_before: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> torch.Tensor:
     """What `run` makes of all tokens, computed over tiles of them, forward and backward.
 
@@ -91,6 +95,7 @@ def tiled(
         x: [..., hidden].
         parameters: all that `run` uses and that may want a gradient.
         tiles: how tokens are divided.
+        as_before: makes a context in which `run` finds in backward what it finds now.
 
     Returns:
         [..., any], as `run(x)` within rounding.
@@ -100,7 +105,7 @@ def tiled(
         return run(x)
     shape = [1, 1, x.shape[-1]]
     shape[tiles.dim] = tokens
-    result = _Tiled.apply(x.reshape(shape), run, tiles, *parameters)
+    result = _Tiled.apply(x.reshape(shape), run, tiles, as_before, *parameters)
     return result.view(*x.shape[:-1], result.shape[-1])
 
 
@@ -127,9 +132,9 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, run: Run, tiles: Tiles, *parameters: torch.Tensor
+        ctx: Any, x: torch.Tensor, run: Run, tiles: Tiles, as_before: Any, *parameters: torch.Tensor
     ) -> torch.Tensor:
-        ctx.run, ctx.tiles = run, tiles
+        ctx.run, ctx.tiles, ctx.as_before = run, tiles, as_before
         ctx.drawn = []  # states of generators before each tile
         ctx.autocast = _autocast_like_now(x.device.type)
         ctx.replayed_by = tiles.replayed_by
@@ -147,14 +152,14 @@ class _Tiled(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, *parameters = ctx.saved_tensors
         tiles: Tiles = ctx.tiles
-        needs_x, _, _, *needed = ctx.needs_input_grad
+        needs_x, _, _, _, *needed = ctx.needs_input_grad
         wanted = [one for one, is_needed in zip(parameters, needed, strict=True) if is_needed]
         grad_x = torch.empty_like(x) if needs_x else None
         sums = [_Last() if tiles.is_added_by_it(one) else _Sum(one) for one in wanted]
         saves = contextlib.nullcontext if tiles.added_by_it else nothing_moves
         for number, (begin, rows) in enumerate(tiles.of(x)):
             drawn = ctx.drawn[number].again() if ctx.drawn else contextlib.nullcontext()
-            with torch.enable_grad(), ctx.autocast(), saves(), drawn:
+            with torch.enable_grad(), ctx.autocast(), saves(), drawn, ctx.as_before():
                 tile = x.narrow(tiles.dim, begin, rows).detach().requires_grad_(needs_x)
                 result = ctx.run(tile)
             inputs = [tile, *wanted] if needs_x else wanted
@@ -168,7 +173,7 @@ class _Tiled(torch.autograd.Function):
                 total.add(one)
         totals = iter(sums)
         of_parameters = [next(totals).result() if is_needed else None for is_needed in needed]
-        return grad_x, None, None, *of_parameters
+        return grad_x, None, None, None, *of_parameters
 
 
 def nothing_moves() -> contextlib.AbstractContextManager[Any]:

@@ -15,6 +15,11 @@ change in place, other memory means that it was replaced. Then the unit takes ne
 values. A script that has kept the old memory (to put it back after an average of the weights was
 used) finds it unchanged.
 
+Note [Hooks of gradients]
+An optimizer that steps within the backward pass does so in hooks of gradients, and may write
+through `param.data`, whose versions are its own (LOMO does). So a unit whose parameters have such
+hooks, other than ours, counts as changed by each backward pass of its layers.
+
 Note [Leaving a device]
 The host runs ahead of a device, and must: while it launches a layer, the device computes those
 before. So `put_away` waits for nothing. Memory is released while kernels that use it are queued,
@@ -37,6 +42,14 @@ from megatron.offload.parameters.offloaded_parameter import Away
 from megatron.offload.parameters.parameter_places import ParameterPlaces, Part
 
 _KEY = "param"  # in the names of a layout
+_OURS = "megatron.offload."
+
+
+def _has_hooks(param: torch.Tensor) -> bool:
+    """Whether other code listens to a parameter's gradient; see Note [Hooks of gradients]."""
+    kinds = param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None)
+    found = (hook for hooks in kinds if hooks for hook in hooks.values())
+    return any(not str(getattr(one, "__module__", "")).startswith(_OURS) for one in found)
 
 
 def can_take_place(one: torch.device | str, other: torch.device | str) -> bool:
@@ -76,6 +89,7 @@ class ParameterUnit(MovingStorage):
         away = Away(name, self.params, touched or self.show)
         self._places = ParameterPlaces(self.params, own_parts, away)
         self._homes = [param.device for param in self.params]
+        self._has_had_backward = False  # since the last look at what others have changed
         self._take_memory([param.detach() for param in self.params])
         self._places.attach()
 
@@ -88,6 +102,7 @@ class ParameterUnit(MovingStorage):
         if self.where is not Where.IN_MEMORY:
             return True
         self._take_notice()
+        self._count_hooks()
         self._places.detach()
         if self.block is not None:
             self.let_go()  # Note [Leaving a device]
@@ -122,10 +137,15 @@ class ParameterUnit(MovingStorage):
             self._obtain()
         self.use_here()
 
+    def note_backward(self) -> None:
+        """A backward pass computes with it; see Note [Hooks of gradients]."""
+        self._has_had_backward = True
+
     def set_aside(self) -> None:
         """No layer computes with the parameters for now: a use of one is noticed."""
         if self.where is Where.IN_MEMORY and self._places.is_attached:
             self._take_notice()
+            self._count_hooks()
             self._places.detach()
 
     # -- Between steps --------------------------------------------------------------------------
@@ -177,6 +197,12 @@ class ParameterUnit(MovingStorage):
                     "read first and the change is lost; call expose() of the handle before"
                 )
             self.note_change()
+
+    def _count_hooks(self) -> None:
+        """See Note [Hooks of gradients]; the unit is in memory, and no layer computes with it."""
+        if self._has_had_backward and any(map(_has_hooks, self.params)):
+            self.note_change()
+        self._has_had_backward = False
 
     def adopt(self) -> None:
         """Takes over the values that the parameters hold now, in whatever memory these are.

@@ -9,11 +9,14 @@ that is away, and a parameter that is away is full of NaN.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from megatron.offload.errors import STATES_PREFIX
 from megatron.offload.moving.bucket import Bucket
 from megatron.offload.moving.layout import Layout, Name
 from megatron.offload.moving.placeholder import all_nan
@@ -21,6 +24,8 @@ from megatron.offload.states.lazy_state import LazyStateTensor
 from megatron.offload.states.optimizer_slice import State
 from megatron.offload.states.sharded import as_part_of, local_of, part_of
 from megatron.offload.states.state_placeholder import is_placeholder, placeholder_for
+
+logger = logging.getLogger(__name__)
 
 PARAM = "the parameter itself"  # the key of one that moves; no optimizer has a state of this name
 
@@ -89,6 +94,7 @@ class OptimizerPlaces:
         self._moves_param = moves_param
         self._groups: Sequence[Mapping[str, Any]] = ()  # of the optimizer, which replaces the list
         self._group_of: dict[int, Mapping[str, Any]] = {}  # by the identity of a parameter
+        self._staying: set[str] = set()  # kinds of states that cannot move, once it was said
 
     def usual_bytes(self, param: torch.Tensor) -> int:
         """Bytes of the states that a parameter will have, and of itself if it moves."""
@@ -228,8 +234,23 @@ class OptimizerPlaces:
         found = {PARAM: local_of(param)} if self._moves_param(param) else {}
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dim():
-                found[key] = local_of(value)
+                local = local_of(value)
+                if is_traceable_wrapper_subclass(local):
+                    self._say_stays(type(local).__name__)
+                else:
+                    found[key] = local
         return found
+
+    def _say_stays(self, kind: str) -> None:
+        if kind not in self._staying:
+            self._staying.add(kind)
+            logger.warning(
+                "%sstates of %s are tensors of the kind %s, which have no bytes of their own to "
+                "move; they stay in memory",
+                STATES_PREFIX,
+                type(self._optimizer).__name__,
+                kind,
+            )
 
 
 def _is_within(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:

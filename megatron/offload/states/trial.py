@@ -88,7 +88,8 @@ class Trial:
                 "parameters"
                 if is_random
                 else "updates a parameter otherwise where there are others (by a norm of all "
-                "gradients, say)"
+                "gradients, say, or by a parameter's number in its group, as bitsandbytes does for "
+                "embeddings)"
             )
             raise ConfigurationError(refusal(self._optimizer, what))
 

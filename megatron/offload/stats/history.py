@@ -23,7 +23,7 @@ LEFT_ALONE = {
     "kept_bytes": "in layers that the settings or a plan keep in memory",
     "other_device_bytes": "on another device than the one whose activations move",
     "unsupported_bytes": "in subclasses, sparse or nested tensors",
-    "held_bytes": "in storages that live on from step to step",
+    "held_bytes": "in storages that something else holds",
     "foreign_bytes": f"in memory that {FOREIGN}",
 }
 

@@ -31,7 +31,7 @@ class StepStatistics:
     small_bytes: int = 0  # saved in storages smaller than the settings say: they stay
     kept_bytes: int = 0  # saved in layers that the settings or a plan keep in memory
     other_device_bytes: int = 0  # saved on another device than the one whose activations move
-    held_bytes: int = 0  # saved in storages that were found to outlive the step: they stay
+    held_bytes: int = 0  # saved in storages that something else holds until then: they stay
     recast_bytes: int = 0  # copies of weights in another type: made again, not moved
     replayed_bytes: int = 0  # saved in storages that are computed again from others: not moved
     num_replays: int = 0  # how often one was, or was decoded

@@ -18,6 +18,10 @@ from typing import Any
 import torch
 
 from megatron.offload.activations.placement.policy import Placement, Policy
+from megatron.offload.activations.saved.autograd_graph import (
+    is_kept_by_accumulator,
+    is_view_of_leaf,
+)
 from megatron.offload.activations.saved.cache import TensorCache, span_of
 from megatron.offload.activations.saved.encoded import Codec, encoding_of
 from megatron.offload.activations.saved.recipe import Recipe
@@ -151,7 +155,9 @@ class SavedTensorHooks:
                     return cast
             to_write = WriteBatch(self._writer) if batch is None else batch
             move = None
-            if storage is not None:
+            if storage is not None and self._is_held(tensor, storage):
+                self._step.statistics.held_bytes += tensor.nbytes
+            elif storage is not None:
                 move = self.find_move(tensor, storage, to_write, rounds=rounds)
             if move is not None:
                 view = self.take(tensor, move, to_write)
@@ -161,6 +167,12 @@ class SavedTensorHooks:
             if storage is not None and self._step.observer is not None:
                 self._step.observer.stayed(self._step.scope, storage)
             return self.keep(tensor)
+
+    def _is_held(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+        """Whether it is a leaf, as embeddings are before adapters, or its view: Note [Leaves]."""
+        return storage.nbytes() >= self._min_bytes and (
+            is_kept_by_accumulator(tensor) or is_view_of_leaf(tensor, storage)
+        )
 
     def end_layers(self) -> None:
         """The last layer of a forward pass has run: nothing is kept for comparisons."""

@@ -33,6 +33,7 @@ import torch
 _RAW, _SAVED = "_raw_saved_", "_saved_"
 _Attributes = list[tuple[str, str]]  # with the `SavedTensor`s, and with their tensors
 _OF_FUNCTION = [("_raw_saved_tensors", "saved_tensors")]  # of torch.autograd.Function
+_MOST_VIEWS = 4  # of views, one of the other
 _LIST_TYPES = (tuple, list)
 _attributes_of_node_type: dict[type, _Attributes] = {}  # torch's own types
 
@@ -83,6 +84,21 @@ def is_kept_by_accumulator(tensor: torch.Tensor) -> bool:
     See Note [Leaves].
     """
     return tensor.requires_grad and tensor.is_leaf
+
+
+def is_view_of_leaf(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+    """Whether the node that made a view keeps a leaf with its storage; see Note [Leaves]."""
+    if not tensor.requires_grad or not tensor._is_view():
+        return False
+    node = node_of(tensor)
+    for _ in range(_MOST_VIEWS):
+        if node is None or len(node.next_functions) != 1:
+            return False
+        ((node, _),) = node.next_functions
+        leaf: torch.Tensor | None = getattr(node, "variable", None)  # of its accumulator
+        if leaf is not None:
+            return leaf.layout is torch.strided and leaf.untyped_storage()._cdata == storage._cdata
+    return False
 
 
 def node_of(tensor: torch.Tensor) -> Any | None:

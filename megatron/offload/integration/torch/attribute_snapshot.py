@@ -1,5 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attributes that a layer's forward changes, as they were before: `AttributeSnapshot`."""
+"""What a layer's forward finds in its modules, as it was before: `AttributeSnapshot`.
+
+Note [What changes before backward]
+A layer runs again in backward, and by then others may have changed its modules: `functional_call`
+has put the model's own parameters back, `eval()` has been called, another adapter is active, its
+parameters are frozen, hooks that were there for one forward pass are gone. So all of that is kept,
+whether the first run has changed it or not. A tensor that is a plain attribute is kept only if the
+first run has changed it: FSDP gathers such ones anew, and they are large.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +18,8 @@ from typing import Any
 import torch
 
 # Torch's own, and what is in the place of the layer's forward while it runs.
-_OF_EACH_MODULE = {*vars(torch.nn.Module()), "forward", "_compiled_call_impl"}
+_OF_EACH_MODULE = {*vars(torch.nn.Module()), "forward", "_compiled_call_impl"} - {"training"}
+_HOOKS = tuple(name for name in vars(torch.nn.Module()) if name.startswith("_forward_"))
 _KEEPS_VIEWS = "FullyShardedDataParallel"  # FSDP1: attributes are views of what it gathers
 _SMALL_BYTES = 1 << 16  # of a tensor that is copied because it may be changed in place
 _ABSENT = object()
@@ -22,16 +31,28 @@ class AttributeSnapshot:
     A layer counts its calls, keeps a state for the next call, appends to a list of its own. So a
     forward that runs again finds all of that as the first one did, and leaves it as the first one
     did. It looks at plain attributes, at what lists, dicts and sets among them hold, and at small
-    tensors without a graph, which may be changed in place; `BufferSnapshot` has the buffers.
+    tensors without a graph, which may be changed in place; at parameters, whether they want a
+    gradient, and at hooks of forward. `BufferSnapshot` has the buffers. See Note [What changes
+    before backward].
     """
 
     def __init__(self, layer: torch.nn.Module) -> None:
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []  # and what they were
         self._containers: list[tuple[Any, Any]] = []  # and what was in them
         self._tensors: list[tuple[dict[str, Any], str, int, torch.Tensor]] = []
+        self._of_torch: list[tuple[Any, Any]] = []  # hooks and parameters, and what was in them
+        self._wants_gradient: list[tuple[torch.Tensor, bool]] = []
         for module in _modules(layer):
             attributes = vars(module)
             self._attributes.append((attributes, dict(attributes)))
+            parameters = module._parameters
+            if parameters and type(parameters) is dict:  # DeepSpeed's dict gathers what is read
+                self._of_torch.append((parameters, parameters.copy()))
+                self._wants_gradient += [
+                    (one, one.requires_grad) for one in parameters.values() if one is not None
+                ]
+            if module is not layer:  # it is the layer's forward that runs again
+                self._of_torch += [(own, own.copy()) for one in _HOOKS if (own := attributes[one])]
             for name, value in attributes.items():
                 if name in _OF_EACH_MODULE:
                     continue
@@ -41,12 +62,12 @@ class AttributeSnapshot:
                     self._tensors.append((attributes, name, value._version, value.clone()))
 
     def keep_changed(self) -> None:
-        """That forward has ended: lets go of what it has left alone."""
-        self._attributes = [
-            (now, changed) for now, before in self._attributes if (changed := _changed(now, before))
-        ]
+        """That forward has ended: lets go of tensors that it has left alone."""
+        self._attributes = [(now, _kept(now, before)) for now, before in self._attributes]
         self._containers = [
-            (now, before) for now, before in self._containers if not _holds_the_same(now, before)
+            (now, before)
+            for now, before in self._containers
+            if not _has_tensors(before) or not _holds_the_same(now, before)
         ]
         self._tensors = [
             (owner, name, version, copy)
@@ -57,18 +78,23 @@ class AttributeSnapshot:
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """A context in which the layer has what it had before."""
-        containers = [(one, one.copy()) for one, _ in self._containers]
+        others = [*self._of_torch, *self._containers]
+        changed = [(one, before) for one, before in others if not _holds_the_same(one, before)]
+        containers = [(one, one.copy()) for one, _ in changed]
+        differing = [(now, _differing(now, before)) for now, before in self._attributes]
         attributes = [
-            (now, {name: now.get(name, _ABSENT) for name in before})
-            for now, before in self._attributes
+            (now, {name: now.get(name, _ABSENT) for name in before}) for now, before in differing
         ]
         tensors = [(owner, {name: owner.get(name, _ABSENT)}) for owner, name, *_ in self._tensors]
-        for container, before in self._containers:
+        frozen = [one for one in self._wants_gradient if one[0].requires_grad is not one[1]]
+        for container, before in changed:
             _fill(container, before)
         for owner, name, _, copy in self._tensors:
             owner[name] = copy.clone()
-        for now, before in self._attributes:
+        for now, before in differing:
             _set(now, before)
+        for parameter, wanted in frozen:
+            parameter.requires_grad_(wanted)
         try:
             yield
         finally:
@@ -76,6 +102,8 @@ class AttributeSnapshot:
                 _set(now, present)
             for container, content in containers:
                 _fill(container, content)
+            for parameter, wanted in frozen:
+                parameter.requires_grad_(not wanted)
 
 
 def _modules(layer: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -98,13 +126,25 @@ def _may_be_changed(tensor: torch.Tensor) -> bool:
     )
 
 
-def _changed(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """What those attributes were that are others now."""
-    return {
-        name: before.get(name, _ABSENT)
-        for name in before.keys() | now.keys()
-        if name not in _OF_EACH_MODULE and before.get(name, _ABSENT) is not now.get(name, _ABSENT)
+def _kept(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """What those attributes were, but for tensors that are the same now."""
+    kept = {
+        name: value
+        for name, value in before.items()
+        if name not in _OF_EACH_MODULE
+        and (not isinstance(value, torch.Tensor) or now.get(name, _ABSENT) is not value)
     }
+    kept.update(dict.fromkeys(now.keys() - before.keys() - _OF_EACH_MODULE, _ABSENT))
+    return kept
+
+
+def _differing(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    return {name: one for name, one in before.items() if now.get(name, _ABSENT) is not one}
+
+
+def _has_tensors(container: Any) -> bool:
+    values = container.values() if isinstance(container, dict) else container
+    return any(isinstance(one, torch.Tensor) for one in values)
 
 
 def _set(attributes: dict[str, Any], values: dict[str, Any]) -> None:

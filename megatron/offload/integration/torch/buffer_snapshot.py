@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -15,7 +16,9 @@ class BufferSnapshot:
     Running statistics (a batch norm's), counters and power iterations (a spectral norm's) change
     once for each forward pass, and what they held has a part in the result. So a forward that runs
     again gets copies of its own: it starts with what the first one has found, changes nothing that
-    later passes need, and what backward saves of these stays as it is.
+    later passes need, and what backward saves of these stays as it is. A buffer that it has left
+    alone is the same one when it runs again, also if others have put another in its place since
+    (`functional_call` does).
     """
 
     def __init__(self, layer: torch.nn.Module) -> None:
@@ -27,22 +30,28 @@ class BufferSnapshot:
         ]
         copies = {buffer: buffer.detach().clone() for _, _, buffer in places}  # one may be shared
         self._before = [(*place, copies[place[-1]]) for place in places]
+        self._same: list[tuple[dict[str, Any], str, torch.Tensor]] = []  # and left alone
 
     def keep_changed(self) -> None:
-        """That forward has ended: lets go of what it has left alone. Waits for the device."""
-        self._before = [
-            (owner, name, buffer, copy)
-            for owner, name, buffer, copy in self._before
-            if owner.get(name) is not buffer or not torch.equal(buffer, copy)
-        ]
+        """That forward has ended: lets go of copies that are not needed. Waits for the device."""
+        before, self._before = self._before, []
+        for owner, name, buffer, copy in before:
+            if owner.get(name) is not buffer or not torch.equal(buffer, copy):
+                self._before.append((owner, name, buffer, copy))
+            else:
+                self._same.append((owner, name, buffer))
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """A context in which the layer has copies of what its buffers held before."""
         copies = {copy: copy.clone() for *_, copy in self._before}
-        present = [(owner, name, owner.get(name)) for owner, name, *_ in self._before]
+        places = [(owner, name) for owner, name, *_ in self._before]
+        places += [(owner, name) for owner, name, _ in self._same]
+        present = [(owner, name, owner.get(name)) for owner, name in places]
         for owner, name, _, copy in self._before:
             owner[name] = copies[copy]
+        for owner, name, same in self._same:
+            owner[name] = same
         try:
             yield
         finally:

@@ -5,8 +5,9 @@ It names what the layer saves, tells a profiler of it, and recomputes it in back
 checkpoint, where the policy says so.
 
 Note [As it was before]
-A forward that runs again computes the same if it finds the same: arguments, buffers, attributes,
-random numbers. The checkpoint sees to torch's own random numbers alone. The rest is noted before
+A forward that runs again computes the same if it finds the same: arguments, parameters, buffers,
+attributes, hooks, random numbers, the kernels of attention that `sdpa_kernel` allows. The
+checkpoint sees to torch's own random numbers and autocast alone. The rest is noted before
 the first run; what that has changed is as it was while the layer runs again, and what the caller,
 the model and later passes see is what the first run has left.
 """
@@ -41,6 +42,7 @@ from megatron.offload.integration.torch.attribute_snapshot import AttributeSnaps
 from megatron.offload.integration.torch.buffer_snapshot import BufferSnapshot
 from megatron.offload.integration.torch.module_hooks import is_compiled
 from megatron.offload.integration.torch.passes import Passes, computed_in, tensors_in
+from megatron.offload.integration.torch.surroundings import attention_kernels
 from megatron.offload.layer_major.other_numbers import OtherNumbers
 from megatron.offload.planner.profile.profiler import Profiler
 from megatron.offload.planner.profile.timings import LayerTimings
@@ -274,9 +276,10 @@ class LayerCalls:
         buffers = BufferSnapshot(self._layer)
         attributes = AttributeSnapshot(self._layer)
         numbers = _NumberSnapshot([*self._layer.modules(), *tree_leaves((args, kwargs))])
+        kernels = attention_kernels()
 
         def contexts() -> tuple[_Context, _Context]:
-            restored = buffers.restored, attributes.restored, numbers.restored
+            restored = buffers.restored, attributes.restored, numbers.restored, kernels
             return contextlib.nullcontext(), _Recomputations(noted, *restored)
 
         run = functools.partial(arguments.run, forward)

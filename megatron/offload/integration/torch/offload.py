@@ -284,6 +284,8 @@ class ActivationOffload:
 
     def _close_steps(self) -> None:
         if self._steps is None:
+            if self._passes.ran_in_backward:  # it has been said
+                return
             logger.warning(
                 "activation offload: no forward pass with gradients was seen of %s; give the "
                 "module whose forward the training calls",

@@ -26,6 +26,7 @@ from megatron.offload.integration.torch.passes import computed_in, tensors_in
 from megatron.offload.integration.torch.ranks import local_world_size
 from megatron.offload.integration.torch.refusals import check_models, check_not_graphed
 from megatron.offload.integration.torch.saved_weights import SavedWeights
+from megatron.offload.integration.torch.surroundings import EndOfBackward
 from megatron.offload.keywords import ParameterMode, ParameterSettings
 from megatron.offload.layer_major.config import LayerMajorConfig
 from megatron.offload.layer_major.units import units_of
@@ -119,7 +120,7 @@ class ParameterOffload:
         except BaseException:
             window.close(restore=saved is None or not saved.has_empty)  # it may not fit into memory
             raise
-        end_of_backward = _EndOfBackward(window.set_aside)
+        end_of_backward = EndOfBackward(window.set_aside)
         steps = OptimizerSteps(window)
         self._undo.append(steps.close)
         for layer, number in layers.items():
@@ -218,12 +219,27 @@ class ParameterOffload:
 
     # -- Hooks ----------------------------------------------------------------------------------
 
+    def bring_before(self, module: torch.nn.Module, number: int) -> None:
+        """Brings a unit before a module around it is called.
+
+        `torch.nn.TransformerEncoder` looks at the parameters of its first layer, and takes another
+        path in evaluation, with other bits, where one is no plain tensor.
+        """
+        window = self.window
+        if window is not None:
+
+            def before(*_: Any) -> None:
+                window.use(number, 1)
+
+            hook = module.register_forward_pre_hook(OutsideOfGraphs(before))
+            self._undo.append(hook.remove)
+
     def _hook(
         self,
         layer: torch.nn.Module,
         number: int,
         steps: OptimizerSteps,
-        end_of_backward: _EndOfBackward,
+        end_of_backward: EndOfBackward,
     ) -> None:
         window = self.window
         assert window is not None
@@ -243,6 +259,7 @@ class ParameterOffload:
             if window.gradients is not None:
                 window.gradients.check_is_told()
             window.use(number, -1)
+            window.units[number].note_backward()
             end_of_backward.tell()
 
         def after_forward(_: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
@@ -279,21 +296,6 @@ class ParameterOffload:
             hooks.append(module.register_state_dict_pre_hook(saving))
             hooks.append(module.register_load_state_dict_pre_hook(loading))
         self._undo += [hook.remove for hook in hooks]
-
-
-class _EndOfBackward:
-    """Calls a function when the backward pass that runs has ended, once for each pass."""
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self._function = function
-        self._told = -1  # the pass
-
-    def tell(self) -> None:
-        """A backward pass runs."""
-        now = torch._C._current_graph_task_id()
-        if now != self._told:
-            self._told = now
-            torch.autograd.Variable._execution_engine.queue_callback(self._function)
 
 
 def offload_parameters(
@@ -358,11 +360,15 @@ def offload_parameters(
         try:
             if saved is not None:
                 saved.fill(list(model.parameters()) if not config.enabled else list(staying))
-            return ParameterOffload(unit_of_layer, config, device, staying=staying, saved=saved)
+            handle = ParameterOffload(unit_of_layer, config, device, staying=staying, saved=saved)
         except BaseException:
             if saved is not None:
                 saved.take_back()
             raise
+    for module in model.modules():
+        if isinstance(module, torch.nn.TransformerEncoder) and module.layers[0] in unit_of_layer:
+            handle.bring_before(module, unit_of_layer[module.layers[0]])
+    return handle
 
 
 def _of_parameters(window: ParameterWindow) -> Gradients:
@@ -401,7 +407,10 @@ def _params_of(
             if owner.setdefault(id(param), number) != number:
                 raise _refusal(f"{name} belongs to layers of two units; give fewer units")
             if type(param) is not torch.nn.Parameter or param.layout is not torch.strided:
-                raise _refusal(f"{name} is a {type(param).__name__}; sharded models keep their own")
+                raise _refusal(
+                    f"{name} is a {type(param).__name__}, and only plain parameters move: sharded "
+                    "and quantized models keep their own; give a model in its own type"
+                )
             if param.is_meta and not is_filled:
                 raise _refusal(
                     f"{name} is on the meta device and has no values; give weights=, the folder of "

@@ -54,6 +54,12 @@ logger = logging.getLogger(__name__)
 # later forward passes it no longer counts.
 _MOST_OVERTAKEN = 64
 
+_IN_BACKWARD = (
+    "%s is called with gradients within a backward pass (by a loss that computes its gradients in "
+    "pieces, such as the Cached... losses of sentence-transformers, or by a checkpoint with "
+    "use_reentrant=True around the model); what it saves there stays in memory"
+)
+
 _of_thread = threading.local()  # `.forward`: refers weakly to its last pass, of any `Passes`
 
 
@@ -136,9 +142,7 @@ class Passes:
         self._passes: list[_ForwardPass] = []  # of the step
         self._backward: list[tuple[_ForwardPass, contextlib.ExitStack]] = []  # under way
         self._graph_task = -1  # autograd's number of that backward
-        self._has_warned = False  # of a transform
-        self._has_warned_of_hooks = False
-        self._has_warned_of_capture = False
+        self._warned: set[str] = set()  # sentences
         self._stands_aside = False  # the caller of `whole_step` runs the passes of the step
 
     # -- Forward --------------------------------------------------------------------------------
@@ -158,24 +162,35 @@ class Passes:
                 "off (torch._dynamo.config.compiled_autograd), and give inside_graphs=True for a "
                 "compiled model"
             )
-        if in_transform() and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "activation offload: a transform of torch.func takes no hooks; what %s saves "
-                "inside of one stays in memory",
-                type(module).__name__,
+        if in_transform():
+            self._warn_once(
+                "a transform of torch.func takes no hooks; what %s saves inside of one stays in "
+                "memory",
+                module,
             )
         if not can_hook() or _is_in_another():
+            if in_backward() and self._steps is None:  # else it is what a checkpoint runs again
+                self._warn_once(_IN_BACKWARD, module)
             return
         # A graph would take our events along, and none of our copies.
         if is_captured():
-            self._warn_of_capture(module)
+            self._warn_once(
+                "%s is called while a CUDA graph is captured, which can hold no transfers; what it "
+                "saves there stays in memory; capture what is around the model's layers, or train "
+                "without graphs, to have it offloaded",
+                module,
+            )
             return
         inputs = list(tensors_in((args, kwargs)))
         if self._steps is None and (device := self._find_device(inputs)) is not None:
             self._steps = self._open_steps(device)
         if others_take_what_is_saved():  # Note [Hooks of others]
-            self._warn_of_hooks(module)
+            self._warn_once(
+                "%s is called within hooks for saved tensors that are not ours (a "
+                "torch.utils.checkpoint around the call, save_on_cpu, or others); what it saves "
+                "there is left to them; call it outside of them to have it offloaded",
+                module,
+            )
             return
         if self._steps is None:
             self._look(_ForwardPass(module, 0), inputs)
@@ -231,27 +246,15 @@ class Passes:
             self._close(forward)
             raise
 
-    def _warn_of_hooks(self, module: torch.nn.Module) -> None:
-        if self._has_warned_of_hooks:
-            return
-        self._has_warned_of_hooks = True
-        logger.warning(
-            "activation offload: %s is called within hooks for saved tensors that are not ours "
-            "(a torch.utils.checkpoint around the call, save_on_cpu, or others); what it saves "
-            "there is left to them; call it outside of them to have it offloaded",
-            type(module).__name__,
-        )
+    def _warn_once(self, sentence: str, module: torch.nn.Module) -> None:
+        if sentence not in self._warned:
+            self._warned.add(sentence)
+            logger.warning(f"activation offload: {sentence}", type(module).__name__)
 
-    def _warn_of_capture(self, module: torch.nn.Module) -> None:
-        if self._has_warned_of_capture:
-            return
-        self._has_warned_of_capture = True
-        logger.warning(
-            "activation offload: %s is called while a CUDA graph is captured, which can hold no "
-            "transfers; what it saves there stays in memory; capture what is around the model's "
-            "layers, or train without graphs, to have it offloaded",
-            type(module).__name__,
-        )
+    @property
+    def ran_in_backward(self) -> bool:
+        """Whether forward passes were seen in backward passes, and before any other."""
+        return _IN_BACKWARD in self._warned
 
     def end_forward(self, module: torch.nn.Module, result: Any) -> None:
         """The call of a hooked module has ended, with its result or None."""

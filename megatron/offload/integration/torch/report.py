@@ -90,8 +90,9 @@ def held_again(engine: OffloadEngine) -> str:
     example = "" if largest is None else f" ({largest})"
     return (
         f"{size} of what each step moves stay in memory all the same{example}: something holds "
-        "these tensors until the backward pass has ended, most likely the model's output; keep "
-        "its loss alone, and set use_cache=False where a model returns its cache of keys and values"
+        "these tensors until the backward pass has ended, most likely the model's output (keep "
+        "its loss alone, and set use_cache=False where a model returns its cache of keys and "
+        "values) or an attribute of a module (as of torch.nn.utils.weight_norm and prune)"
     )
 
 

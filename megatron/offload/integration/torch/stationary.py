@@ -25,7 +25,8 @@ def stationary_tensors(models: Iterable[torch.nn.Module]) -> Iterator[torch.Tens
     for model in models:
         for parameter in model.parameters():
             yield _local(parameter)
-            if parameter.grad is not None:
+            # `functional_call` puts results of others there, and torch warns of their `.grad`.
+            if parameter.is_leaf and parameter.grad is not None:
                 yield _local(parameter.grad)
         for buffer in model.buffers():
             yield _local(buffer)

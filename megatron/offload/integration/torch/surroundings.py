@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def can_hook() -> bool:
@@ -34,6 +37,29 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+_KERNELS = {
+    SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
+    SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
+    SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
+    SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
+}
+
+
+def attention_kernels() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Makes contexts in which attention may take the kernels of now; see `sdpa_kernel` of torch."""
+    allowed = _allowed()
+
+    def context() -> contextlib.AbstractContextManager[None]:
+        same = allowed == _allowed()
+        return contextlib.nullcontext() if same else sdpa_kernel(allowed)
+
+    return context
+
+
+def _allowed() -> list[SDPBackend]:
+    return [kernel for kernel, is_enabled in _KERNELS.items() if is_enabled()]
+
+
 _CALL = torch.nn.Module._call_impl.__code__
 
 
@@ -51,3 +77,18 @@ def is_running(wanted: FrameType | None) -> bool:
     while wanted is not None and frame is not None and frame is not wanted:
         frame = frame.f_back
     return wanted is None or frame is wanted
+
+
+class EndOfBackward:
+    """Calls a function when the backward pass that runs has ended, once for each pass."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+        self._told = -1  # the pass
+
+    def tell(self) -> None:
+        """A backward pass runs."""
+        now = torch._C._current_graph_task_id()
+        if now != self._told:
+            self._told = now
+            torch.autograd.Variable._execution_engine.queue_callback(self._function)

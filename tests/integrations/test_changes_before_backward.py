@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers and MLPs that run again in backward, when their modules have changed since: same bits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron.offload import offload_activations
+from tests.support.same_training import digest, gradients_of
+
+HIDDEN, TOKENS = 32, 16
+
+
+class Block(torch.nn.Module):
+    """A layer with dropout, a batch norm, attention, and switches such as those of adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.norm = torch.nn.BatchNorm1d(HIDDEN)
+        self.dropout = torch.nn.Dropout(0.2)
+        self.scale = 1.0
+        self.active = ["one"]
+        self.scales = {"one": 1.0, "other": 0.5}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.norm(self.project(x).transpose(1, 2)).transpose(1, 2)
+        heads = self.dropout(made).unflatten(-1, (4, -1)).transpose(1, 2)
+        attended = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
+        return x + attended.transpose(1, 2).flatten(2) * self.scale * self.scales[self.active[0]]
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1.5
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def evaluates(net: Any, x: torch.Tensor) -> torch.Tensor:
+    loss = net.train()(x).square().mean()
+    net.eval()
+    return loss
+
+
+def calls_with_others(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """As MAML and ensembles do; running statistics have a part in the result of `eval`."""
+    tensors = {name: one * 1.25 for name, one in net.named_parameters()}
+    tensors.update({name: one + 1 for name, one in net.named_buffers()})
+    return torch.func.functional_call(net.eval(), tensors, (x,)).square().mean()
+
+
+def freezes(net: Any, x: torch.Tensor) -> torch.Tensor:
+    for one in net.parameters():
+        one.requires_grad_()
+    loss = net(x).square().mean()
+    for one in net.layers[1].parameters():
+        one.requires_grad_(False)
+    return loss
+
+
+def hooks(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """As libraries do that change what a module inside of a layer returns."""
+
+    def doubles(module: Any, args: Any, result: torch.Tensor) -> torch.Tensor:
+        return result * 2
+
+    handles = [layer.norm.register_forward_hook(doubles) for layer in net.layers]
+    loss = net(x).square().mean()
+    for handle in handles:
+        handle.remove()
+    return loss
+
+
+def switches(net: Any, x: torch.Tensor) -> torch.Tensor:
+    one = net(x).square().mean()
+    for layer in net.layers:
+        layer.scale, layer.active = 3.0, ["other"]
+    other = net(x).square().mean()
+    for layer in net.layers:
+        layer.scale, layer.active, layer.scales["other"] = 1.0, ["one"], 0.25
+    return one + other
+
+
+def chooses_kernels(net: Any, x: torch.Tensor) -> torch.Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return net(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    "change", [evaluates, calls_with_others, freezes, hooks, switches, chooses_kernels]
+)
+def test_a_layer_runs_again_as_it_ran(
+    change: Callable[[Any, torch.Tensor], torch.Tensor], tmp_path: Path
+) -> None:
+    def run(settings: dict[str, Any] | None) -> list[Any]:
+        torch.manual_seed(3)
+        net, found = Net(), []
+        with contextlib.ExitStack() as stack:
+            if settings is not None:
+                offload = stack.enter_context(offload_activations(net, tmp_path, **settings))
+            for _ in range(2):
+                loss = change(net, torch.randn(2, TOKENS, HIDDEN))
+                loss.backward()  # type: ignore[no-untyped-call]
+                found.append((digest(loss), gradients_of(net), _state(net)))
+                net.zero_grad()
+            if settings is not None:
+                assert offload.statistics["recomputed_layers"] >= 2  # what wants no gradient is not
+        return found
+
+    assert run({"min_bytes": 1, "recompute_layers": "all"}) == run(None)
+
+
+def _state(net: Any) -> list[Any]:
+    """What others find afterwards: as without us."""
+    flags = [(one.norm.training, len(one.norm._forward_hooks)) for one in net.layers]
+    switched = [(one.scale, one.active[0], dict(one.scales)) for one in net.layers]
+    wanted = [one.requires_grad for one in net.parameters()]
+    return [flags, switched, wanted, [digest(one) for one in net.buffers()]]
+
+
+class Mlp(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 32), torch.nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
+class WithMlps(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.ModuleDict({"mlp": Mlp()}) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer["mlp"](x)  # type: ignore[index]
+        return x
+
+
+@contextlib.contextmanager
+def _tiled(net: torch.nn.Module) -> Iterator[None]:
+    with offload_activations(net, mode="keep", tiled_mlp=64):
+        yield
+
+
+def test_an_mlp_over_tiles_has_the_gradients_of_the_parameters_that_it_was_called_with() -> None:
+    """Within rounding, as all gradients of tiles."""
+
+    def run(around: Callable[[torch.nn.Module], Any]) -> dict[str, torch.Tensor]:
+        torch.manual_seed(3)
+        net = WithMlps().double()
+        x = torch.randn(1, 256, 8, dtype=torch.float64)
+        with around(net):
+            tensors = {name: one * 1.25 for name, one in net.named_parameters()}
+            torch.func.functional_call(net, tensors, (x,)).square().sum().backward()
+        return {name: one.grad for name, one in net.named_parameters() if one.grad is not None}
+
+    found, expected = run(_tiled), run(contextlib.nullcontext)
+    assert found.keys() == expected.keys() and len(found) == 8
+    for name, one in expected.items():
+        torch.testing.assert_close(found[name], one)
