@@ -80,3 +80,34 @@ def test_the_pipeline_engine_is_refused(tmp_path: Path) -> None:
     for models in (engine, [torch.nn.Linear(2, 2), engine]):
         with pytest.raises(ConfigurationError, match="PipelineEngine cannot be combined"):
             offload_activations(models, tmp_path)
+
+
+# -- MLPs over tiles ------------------------------------------------------------------------------
+
+TILED = Path(__file__).parent / "tiled_zero_ranks.py"
+TILE = 7  # tokens, of 64; of every other batch the first rank has fewer
+
+
+@pytest.fixture(scope="module")
+def tiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("tiled")
+    result: list[dict[str, Any]] = run_ranks(TILED, folder, str(folder))
+    return result
+
+
+@pytest.mark.parametrize(
+    "setting", ["zero 3", "as it is", "checkpointed", "parameters on the host"]
+)
+def test_tiles_train_the_same_within_rounding(setting: str, tiled: list[dict[str, Any]]) -> None:
+    for rank in tiled:
+        found = rank[setting]
+        assert 0 < found["off"] <= 1e-4  # of the way that weights went
+        assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-5)
+        assert TILE in found["seen"][1] and TILE not in found["seen"][0]
+        assert found["heard"][1] == found["heard"][0] == [1.0]  # of its gradient, once a step
+
+
+def test_tiles_that_come_after_deepspeed_are_refused(tiled: list[dict[str, Any]]) -> None:
+    for rank in tiled:
+        assert "has parameters that DeepSpeed's ZeRO-3 gathers for each" in rank["refused"]
+        assert "set_z3_leaf_modules(model, [LlamaMLP])" in rank["refused"]

@@ -16,12 +16,20 @@ A norm that a model writes in Python, as the RMS norms of transformers are, make
 tensors of all tokens in backward: with MLPs over tiles they are the peak of a layer that runs
 again. They run over tiles of as many values; one that cannot is left as it is. Norms of torch
 compute in one kernel. Where `torch.compile` traces a norm its kernels make no such tensors either.
+
+Note [ZeRO-3]
+DeepSpeed gathers the parameters of a module in hooks around its forward, and lets go of them. Those
+of the linear layers would gather for each tile, and ranks whose sequences have other numbers of
+tiles would wait for each other for ever. So an MLP is a leaf for it: it gathers all of the MLP's
+parameters around the whole, in forward and in backward. That has to be said before
+`deepspeed.initialize`, which puts the hooks there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -71,6 +79,9 @@ class TiledMlps(ReplacedForwards):
                 f"told; drop {_SETTING}"
             )
         mlps = [_Mlp(module, name, tokens) for module, name in found.items()]
+        if "deepspeed" in sys.modules:
+            for module in found:
+                _make_leaf(module)
         inside = {one for module in found for one in module.modules()}
         norms = {one: name for model in models for name, one in _norms(model) if one not in inside}
         widths = {one: next(one.parameters()).numel() for one in norms}
@@ -148,6 +159,13 @@ class _Mlp:
         """Raises ConfigurationError if something would hear of each tile."""
         if type(x) is not torch.Tensor or not x.dtype.is_floating_point:
             self._refuse(f"gets a {type(x).__name__}, not a plain tensor")
+        if _is_gathered_by_layers(self.module):
+            self._refuse(
+                "has parameters that DeepSpeed's ZeRO-3 gathers for each linear layer; import "
+                "deepspeed and call offload_activations before deepspeed.initialize, or before "
+                "the Trainer call deepspeed.utils.set_z3_leaf_modules(model, "
+                f"[{type(self.module).__name__}])"
+            )
         for name, module in self.module.named_modules():
             inner = f"{self._name}.{name}".rstrip(".")
             if name and any(getattr(module, hooks) for hooks in _HOOKS):
@@ -157,8 +175,6 @@ class _Mlp:
         for name, parameter in self.module.named_parameters():
             if parameter._backward_hooks:
                 self._refuse(f"has a hook on the gradient of {name}, which would see each tile's")
-            if hasattr(parameter, "ds_id"):
-                self._refuse("has parameters that DeepSpeed's ZeRO-3 gathers layer by layer")
 
     def _check_same(self, some: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
         """Raises ConfigurationError if tokens are not independent, or gradients would be lost."""
@@ -202,7 +218,8 @@ class _Norm(_Mlp):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own, over tiles where there is more than one."""
         trains = torch.is_grad_enabled() or self.module.training
-        if torch.compiler.is_compiling() or not trains or len(args) != 1 or kwargs:
+        is_other = not trains or len(args) != 1 or kwargs or _is_divided(self.module)
+        if torch.compiler.is_compiling() or is_other:
             return self._own(*args, **kwargs)
         (x,) = args
         if x.shape[-1] != self._width or x.numel() <= self._tiles.tokens * self._width:
@@ -230,11 +247,33 @@ class _Norm(_Mlp):
                 return in_tiles(self._own, x, self._tiles)
 
 
+def _make_leaf(module: torch.nn.Module) -> None:
+    """See Note [ZeRO-3]."""
+    from deepspeed.utils import set_z3_leaf_module
+
+    if not _is_gathered_by_layers(module):
+        set_z3_leaf_module(module, True)
+
+
+def _is_gathered_by_layers(module: torch.nn.Module) -> bool:
+    """Whether modules within have hooks of ZeRO-3."""
+    inner = (one for one in module.modules() if one is not module)
+    hooks = (hook for one in inner for hook in one._forward_pre_hooks.values())
+    return any(str(getattr(hook, "__module__", "")).startswith("deepspeed.") for hook in hooks)
+
+
+def _is_divided(module: torch.nn.Module) -> bool:
+    """Whether ZeRO-3 divides its parameters among ranks."""
+    return any(hasattr(one, "ds_id") for one in module.parameters())
+
+
 def _norms(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """Norms over the last dimension that are written in Python."""
     for name, module in model.named_modules():
         kind = type(module).__name__
         if "Norm" not in kind or isinstance(module, _OF_TORCH) or any(module.children()):
+            continue
+        if _is_divided(module):
             continue
         sizes = {tuple(one.shape) for one in module.parameters()}
         if len(sizes) == 1 and len(*sizes) == 1:
