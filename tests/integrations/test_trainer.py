@@ -349,6 +349,34 @@ def test_a_training_begins_and_ends_with_a_line(
         assert "stayed in storages that are too small" in said[1]
 
 
+@pytest.mark.parametrize(
+    ("settings", "opening", "warned"),
+    [
+        ({"mode": "off", "optimizer_states": True}, "in memory; optimizer states move", []),
+        (
+            {"parameters": True, **SMALL},
+            "; parameters too",
+            ["inside_graphs=True", "at each layer"],
+        ),
+        ({"inside_graphs": True, **SMALL}, "", []),
+    ],
+)
+def test_a_trainer_that_compiles_is_told_what_that_comes_to(
+    settings: dict[str, Any],
+    opening: str,
+    warned: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    callback = OffloadCallback(tmp_path, **settings)
+    compiles = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 1}
+    trained(tmp_path, [callback], new_llama(), **compiles)
+    assert opening in capsys.readouterr().out
+    said = [one.getMessage() for one in caplog.records if "as a whole" in one.getMessage()]
+    assert len(said) == bool(warned) and all(one in said[0] for one in warned)
+
+
 def test_a_trainer_that_is_told_to_be_silent_gets_no_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -84,6 +84,8 @@ class OffloadCallback(TrainerOffload, TrainerCallback):
         self._come_first()
         self.open(kwargs["model"], [kwargs["optimizer"]], args.device)
         _say(self.opening(), args, state)
+        if args.torch_compile and (sentence := self.told_of_compilation()):
+            logger.warning("%s", sentence)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -23,6 +23,7 @@ _HOOKS = tuple(name for name in vars(torch.nn.Module()) if name.startswith("_for
 _KEEPS_VIEWS = "FullyShardedDataParallel"  # FSDP1: attributes are views of what it gathers
 _SMALL_BYTES = 1 << 16  # of a tensor that is copied because it may be changed in place
 _ABSENT = object()
+_CONTAINERS = (list, dict, set)
 
 
 class AttributeSnapshot:
@@ -44,7 +45,8 @@ class AttributeSnapshot:
         self._wants_gradient: list[tuple[torch.Tensor, bool]] = []
         for module in _modules(layer):
             attributes = vars(module)
-            self._attributes.append((attributes, dict(attributes)))
+            before = {name: one for name, one in attributes.items() if name not in _OF_EACH_MODULE}
+            self._attributes.append((attributes, before))
             parameters = module._parameters
             if parameters and type(parameters) is dict:  # DeepSpeed's dict gathers what is read
                 self._of_torch.append((parameters, parameters.copy()))
@@ -53,10 +55,8 @@ class AttributeSnapshot:
                 ]
             if module is not layer:  # it is the layer's forward that runs again
                 self._of_torch += [(own, own.copy()) for one in _HOOKS if (own := attributes[one])]
-            for name, value in attributes.items():
-                if name in _OF_EACH_MODULE:
-                    continue
-                if isinstance(value, list | dict | set):
+            for name, value in before.items():
+                if isinstance(value, _CONTAINERS):
                     self._containers.append((value, value.copy()))
                 elif isinstance(value, torch.Tensor) and _may_be_changed(value):
                     self._tensors.append((attributes, name, value._version, value.clone()))
@@ -131,10 +131,11 @@ def _kept(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     kept = {
         name: value
         for name, value in before.items()
-        if name not in _OF_EACH_MODULE
-        and (not isinstance(value, torch.Tensor) or now.get(name, _ABSENT) is not value)
+        if not isinstance(value, torch.Tensor) or now.get(name, _ABSENT) is not value
     }
-    kept.update(dict.fromkeys(now.keys() - before.keys() - _OF_EACH_MODULE, _ABSENT))
+    for name in now:
+        if name not in before and name not in _OF_EACH_MODULE:
+            kept[name] = _ABSENT
     return kept
 
 

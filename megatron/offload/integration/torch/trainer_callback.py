@@ -232,8 +232,31 @@ class TrainerOffload:
         """One line for the beginning of a training: what was found, and where it goes."""
         assert self.offload is not None, "open comes first"
         streams = (("optimizer states", self._of_states), ("parameters", self._of_parameters))
-        too = " and ".join(name for name, own in streams if own is not None)
-        return f"{self.offload.opening()}{f'; {too} too' if too else ''}"
+        moving = " and ".join(name for name, own in streams if own is not None)
+        if not moving:
+            return self.offload.opening()
+        is_off = self._settings.get("mode") == "off"
+        return f"{self.offload.opening()}; {moving} {'move' if is_off else 'too'}"
+
+    def told_of_compilation(self) -> str:
+        """A sentence for a trainer that compiles the model as a whole; empty: nothing to say."""
+        said = []
+        if self._settings.get("mode") not in ("off", "keep") and not self._settings.get(
+            "inside_graphs"
+        ):
+            said.append(
+                "what activations move comes back before its compiled backward pass begins and "
+                "stays until the end; give inside_graphs=True (PyTorch 2.11 or newer)"
+            )
+        if self._of_parameters is not None:
+            said.append(
+                "parameters that move end its graphs at each layer, so results are those of "
+                "compiled without offload within rounding alone; leave torch_compile out, and "
+                "compile the layers one by one, to have the same bits"
+            )
+        if not said:
+            return ""
+        return f"activation offload: the trainer compiles the model as a whole: {'; '.join(said)}"
 
 
 def _given(settings: Settings, directory: Any) -> dict[str, Any] | None:
