@@ -39,6 +39,7 @@ from megatron.offload.sizes import MIB, format_size, parse_size  # noqa: E402
 
 MODELS = ("gpt2", "llama", "mixtral", "llama-lora")
 MEASURED = ("plain", "replay", "activations", "states", "both", "parameters")
+ALSO = ("least", "gradients")  # ways that are measured where --ways names them
 _LORA_RANK = 8
 _SETTLED = 2  # first steps that do not count
 
@@ -86,6 +87,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     way = WAYS[args.train]
     states = {"window_bytes": args.window, "bucket_bytes": args.window // 4}
     activations: Any = {"keep": False, "replay": {"mode": "keep"}, "move": True}[way.how.treatment]
+    if way.how.checkpoints:
+        activations = {"recompute_layers": "all", "recompute_input": "ssd", "chunked_loss": "auto"}
     handle = offload(
         model,
         optimizer,
@@ -93,7 +96,14 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         activations=activations,
         optimizer_states=states if way.states_move else False,
         parameters=way.parameters_move,
+        gradients=way.gradients_move,
+        layer_major=way.gradients_move,
     )
+
+    def loss_of(one: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(input_ids=one, labels=one).loss
+        return loss
+
     tokens = torch.randint(0, args.vocabulary, (args.batch, args.sequence))
     device = open_device(torch.device("cpu"))
     peak, peaks = device.peak_reader(), []
@@ -102,7 +112,10 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         held_bytes = _held_bytes(model, optimizer, handle)
         base_bytes = device.allocated_bytes() - held_bytes
         peak.reset()
-        model(input_ids=tokens, labels=tokens).loss.backward()
+        if way.gradients_move:
+            handle.step([tokens], loss_of)
+        else:
+            loss_of(tokens).backward()
         in_passes = peak.peak_bytes() - base_bytes
         optimizer.step()
         optimizer.zero_grad()
@@ -173,7 +186,8 @@ def make_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", default=",".join(MODELS), help="default: %(default)s")
-    parser.add_argument("--ways", default=",".join(MEASURED), help="default: %(default)s")
+    others = f"default: %(default)s; others are {' and '.join(ALSO)}"
+    parser.add_argument("--ways", default=",".join(MEASURED), help=others)
     parser.add_argument("--layers", type=int, default=8, help="default: %(default)s")
     parser.add_argument("--hidden", type=int, default=512, help="default: %(default)s")
     parser.add_argument("--sequence", type=int, default=512, help="default: %(default)s")
@@ -198,7 +212,7 @@ def main() -> int:
         print(json.dumps(train(args)))
         return 0
     models, ways = args.models.split(","), args.ways.split(",")
-    if unknown := (set(models) - set(MODELS)) | (set(ways) - set(MEASURED)):
+    if unknown := (set(models) - set(MODELS)) | (set(ways) - {*MEASURED, *ALSO}):
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     found, rows, is_near = [], [], True
     for model in models:

@@ -17,6 +17,7 @@ of them. Layers in the middle lie between those at the ends.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,7 +79,7 @@ class StepBytes:
         trained: parameters that get a gradient, which takes as much.
         trained_sizes: of each of these, in the order of the model.
         of_layers: parameters of layers, `largest_layer` of one of them.
-        trained_of_layers: likewise, with gradients.
+        trained_of_layers: likewise, with gradients; `largest_trained_of_layers` is a parameter.
         layers: how many there are.
         kept, replayed, moved: of what autograd saves, see `SavedBytes`.
         peaks: by phase: bytes by kind when most is alive, without optimizer states.
@@ -92,6 +93,7 @@ class StepBytes:
     largest_layer: float = 0
     trained_of_layers: float = 0
     trained_of_layer: float = 0
+    largest_trained_of_layers: float = 0
     layers: float = 0
     kept: float = 0
     replayed: float = 0
@@ -221,9 +223,8 @@ def _sizes(model: Any, layers: Sequence[torch.nn.Module]) -> StepBytes:
         {id(one): one for one in layer.parameters() if id(one) not in outside} for layer in layers
     ]
     sizes = [sum(one.nbytes for one in params.values()) for params in of_layers]
-    trained_sizes = [
-        sum(one.nbytes for one in params.values() if one.requires_grad) for params in of_layers
-    ]
+    trained_of = [[p.nbytes for p in own.values() if p.requires_grad] for own in of_layers]
+    trained_sizes = [sum(own) for own in trained_of]
     return StepBytes(
         layers=len(layers),
         parameters=sum(one.nbytes for one in model.parameters()),
@@ -233,6 +234,7 @@ def _sizes(model: Any, layers: Sequence[torch.nn.Module]) -> StepBytes:
         largest_layer=max(sizes, default=0),
         trained_of_layers=sum(trained_sizes),
         trained_of_layer=max(trained_sizes, default=0),
+        largest_trained_of_layers=max(itertools.chain(*trained_of), default=0),
     )
 
 

@@ -293,16 +293,22 @@ def _optimizer_step(
     kinds = dict.fromkeys(Kind, 0.0)
     shares = training.gpus
     kinds[Kind.PARAMETERS] = step.parameters / shares
+    # On a CPU the loop of AdamW makes two temporaries of a parameter at a time.
+    temporaries = 2 if training.on_cpu and training.optimizer == "adamw" else 0
+    kinds[Kind.WORKING] = temporaries * step.largest_trained / shares
     if way.parameters_move and way.states_move:
-        live = LIVE_UNITS * step.largest_layer + step.trained_of_layer  # which is being written
-        live = min(live, step.of_layers)
+        live = min(LIVE_UNITS * step.largest_layer, step.of_layers)
         kinds[Kind.PARAMETERS] = (step.parameters - step.of_layers + live) / shares
+        # While a layer is updated, the one before it is being written.
+        written = min(step.trained_of_layer, step.of_layers - live) / shares
+        of_layers = temporaries * step.largest_trained_of_layers / shares
+        if written + of_layers > kinds[Kind.WORKING]:
+            kinds[Kind.PARAMETERS] += written
+            kinds[Kind.WORKING] = of_layers
     kinds[Kind.GRADIENTS] = step.trained / shares
     if way.gradients_move:
         kinds[Kind.GRADIENTS] = _gradients_that_stay(step) / shares
     kinds[Kind.STATES] = states
     if way.states_move:
         kinds[Kind.STATES] = min(states, _room(_buckets(step, training), training))
-    if training.on_cpu and training.optimizer == "adamw":  # its loop makes two at a time
-        kinds[Kind.WORKING] = 2 * step.largest_trained / shares
     return kinds
