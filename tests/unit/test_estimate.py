@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.offload import cli, offload_activations
+from megatron.offload import cli, offload_activations, offload_optimizer
 from megatron.offload.commands.estimate.hardware import RESERVED_BYTES, Memory
 from megatron.offload.commands.estimate.live_bytes import Kind, LiveBytes
 from megatron.offload.commands.estimate.ways import (
@@ -34,6 +34,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from megatron.offload.commands.estimate.model import Adapters, Architecture  # noqa: E402
 from megatron.offload.commands.estimate.step import (  # noqa: E402
+    HEAD,
     PLAIN,
     Pass,
     StepBytes,
@@ -394,6 +395,37 @@ def test_states_fill_their_room_from_the_middle_of_backward_on(
     assert on_cpu.ssd == on_cpu.written == 2000 - 700
     later = dataclasses.replace(settings, on_cpu=True, micro_batches=2)  # read in the first one
     assert need_of(WAYS["states"], step, later).kinds[Kind.STATES] == 1000
+
+
+def test_states_are_in_memory_when_it_is_said_that_they_are(tmp_path: Path) -> None:
+    """In a real training on this CPU: at the loss, and when all gradients are there."""
+    torch.manual_seed(0)
+    window_bytes, bucket_bytes = 300_000, 40_000
+    model = real_model("llama")
+    optimizer = torch.optim.AdamW(model.parameters())
+    found: dict[str, list[int]] = {HEAD: [], "backward of layer 1": []}
+    with offload_optimizer(
+        optimizer, tmp_path, window_bytes=window_bytes, bucket_bytes=bucket_bytes
+    ) as handle:
+        assert handle.states is not None
+        for _ in range(4):
+            loss = model(**tokens()).loss
+            handle.states.wait_for_writes()
+            found[HEAD].append(handle.states.memory_bytes)
+            loss.backward()
+            found["backward of layer 1"].append(handle.states.memory_bytes)
+            optimizer.step()
+            optimizer.zero_grad()
+    step = step_bytes(architecture_of("llama"), BATCH, SEQUENCE, on_cpu=True)
+    training = Training(on_cpu=True, window_bytes=window_bytes, bucket_bytes=bucket_bytes)
+    said = {}
+    for phase, sizes in found.items():
+        peaks = {phase: {Kind.SAVED: 1e9}}  # the peak is there
+        need = need_of(WAYS["states"], dataclasses.replace(step, peaks=peaks), training)
+        said[phase] = need.kinds[Kind.STATES]
+        # Two steps in each direction; each parameter has a number of steps beside its states.
+        assert said[phase] == pytest.approx(max(sizes[1:]), rel=0.02)
+    assert said[HEAD] < 0.8 * window_bytes < said["backward of layer 1"] <= window_bytes
 
 
 def test_gpus_share_all_but_the_layer_that_computes() -> None:

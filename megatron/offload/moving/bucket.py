@@ -57,9 +57,7 @@ class Bucket(MovingStorage):
         self.layout = None
 
 
-def divided(
-    params: Sequence[P], bytes_of: Callable[[P], int], bucket_bytes: int
-) -> list[list[P]]:
+def divided(params: Sequence[P], bytes_of: Callable[[P], int], bucket_bytes: int) -> list[list[P]]:
     """Parameters in runs, each for a bucket.
 
     Args:
