@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether `megatron-offload estimate` says what trainings take: peaks of small runs on this CPU.
 
-    tools/check/estimate_against_runs.py --json estimate.json            # about 5 minutes
+    tools/check/estimate_against_runs.py --json estimate.json            # about 20 minutes
     tools/check/estimate_against_runs.py --models gpt2 --ways plain,activations
 
 Models of transformers with their default settings, each way a process of its own. A step's peak is
