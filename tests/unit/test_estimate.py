@@ -6,6 +6,7 @@ Models are small ones of transformers with their default settings.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.offload import cli, offload_activations
+from megatron.offload import cli, offload_activations, offload_optimizer
 from megatron.offload.commands.estimate.hardware import RESERVED_BYTES, Memory
 from megatron.offload.commands.estimate.live_bytes import Kind, LiveBytes
 from megatron.offload.commands.estimate.ways import (
@@ -33,6 +34,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from megatron.offload.commands.estimate.model import Adapters, Architecture  # noqa: E402
 from megatron.offload.commands.estimate.step import (  # noqa: E402
+    HEAD,
     PLAIN,
     Pass,
     StepBytes,
@@ -283,7 +285,7 @@ def step_by_hand(moved: float = 0.0) -> StepBytes:
     return StepBytes(
         parameters=1000.0,
         trained=1000.0,
-        largest_trained=150.0,
+        trained_sizes=(100, *(150, 50) * 4, 100),
         of_layers=800.0,
         largest_layer=200.0,
         trained_of_layers=800.0,
@@ -308,17 +310,21 @@ def test_in_plain_pytorch_all_is_in_device_memory() -> None:
 def test_what_moves_is_on_its_tier() -> None:
     training = Training(window_bytes=500, bucket_bytes=100)
     need = need_of(WAYS["parameters"], step_by_hand(40.0), training)
-    assert need.phase == OPTIMIZER_STEP  # two layers, all gradients and three buckets
-    assert need.device == 200 + LIVE_UNITS * 200 + 1000 + 3 * 100
+    # Two layers and one that is written, all gradients, and three buckets, each as large as the
+    # states of a parameter.
+    assert need.phase == OPTIMIZER_STEP
+    assert need.device == 200 + (LIVE_UNITS + 1) * 200 + 1000 + 3 * 2 * 150
     assert need.ssd == 40 + (2000 - 500) + 800
     assert need.written == 40 + (2000 - 500) + 800 and need.host == 500 + 40
     assert need.read == need.written + 2 * 800
     on_host = need_of(WAYS["parameters"], step_by_hand(40.0), Training(tier="host"))
     assert on_host.host == 2840 and on_host.ssd == 0
     small = Training(window_bytes=500, bucket_bytes=10)
-    last = need_of(WAYS["gradients"], step_by_hand(40.0), small)
+    of_many = dataclasses.replace(step_by_hand(40.0), trained_sizes=(1,) * 1000)
+    of_many.peaks["backward"][Kind.WORKING] = 300.0
+    last = need_of(WAYS["gradients"], of_many, small)
     # 200 bytes outside of layers and two layers; half of what moves is on its way.
-    assert last.phase == "backward" and last.device == 2 * (200 + 2 * 200) + 20 + 20
+    assert last.phase == "backward" and last.device == 2 * (200 + 2 * 200) + 300 + 20
     assert last.ssd == need.ssd + 800
 
 
@@ -363,10 +369,65 @@ def test_gradients_of_an_earlier_micro_batch_are_there_all_along(
 def test_states_on_an_ssd_leave_three_buckets_or_on_a_cpu_a_window() -> None:
     step = step_by_hand()
     step.peaks = {}
-    on_gpu = need_of(WAYS["states"], step, Training(window_bytes=600, bucket_bytes=100))
-    assert on_gpu.kinds[Kind.STATES] == 300
-    on_cpu = need_of(WAYS["states"], step, Training(on_cpu=True, window_bytes=600))
+    of_gpu = Training(window_bytes=600, bucket_bytes=100)
+    assert need_of(WAYS["states"], step, of_gpu).kinds[Kind.STATES] == 3 * 300
+    on_cpu = need_of(WAYS["states"], step, dataclasses.replace(of_gpu, on_cpu=True))
     assert on_cpu.kinds[Kind.STATES] == 600
+    # A parameter is updated as a whole, with two temporaries of its size.
+    assert on_cpu.kinds[Kind.WORKING] == 2 * 150
+    tiny = need_of(WAYS["states"], step, Training(on_cpu=True, window_bytes=10, bucket_bytes=10))
+    assert tiny.kinds[Kind.STATES] == 300  # one bucket has room always
+
+
+@pytest.mark.parametrize(
+    ("phase", "of_cpu", "of_gpu"),
+    [("output layer and loss", 700, 0), ("backward of layer 1", 1000, 900)],
+)
+def test_states_fill_their_room_from_the_middle_of_backward_on(
+    phase: str, of_cpu: int, of_gpu: int
+) -> None:
+    """Before it a CPU has what stays of a window: all but room for the largest bucket."""
+    step = step_by_hand()
+    step.peaks = {phase: {Kind.SAVED: 10_000.0}}  # more than the optimizer's step takes
+    settings = Training(window_bytes=1000, bucket_bytes=100)
+    # Buckets of 200, 300, 100, ... and 200 bytes: the last four, or the first five.
+    assert need_of(WAYS["states"], step, settings).kinds[Kind.STATES] == of_gpu
+    on_cpu = need_of(WAYS["states"], step, dataclasses.replace(settings, on_cpu=True))
+    assert on_cpu.kinds[Kind.STATES] == of_cpu
+    assert on_cpu.ssd == on_cpu.written == 2000 - 700
+    later = dataclasses.replace(settings, on_cpu=True, micro_batches=2)  # read in the first one
+    assert need_of(WAYS["states"], step, later).kinds[Kind.STATES] == 1000
+
+
+def test_states_are_in_memory_when_it_is_said_that_they_are(tmp_path: Path) -> None:
+    """In a real training on this CPU: at the loss, and when all gradients are there."""
+    torch.manual_seed(0)
+    window_bytes, bucket_bytes = 300_000, 40_000
+    model = real_model("llama")
+    optimizer = torch.optim.AdamW(model.parameters())
+    found: dict[str, list[int]] = {HEAD: [], "backward of layer 1": []}
+    with offload_optimizer(
+        optimizer, tmp_path, window_bytes=window_bytes, bucket_bytes=bucket_bytes
+    ) as handle:
+        assert handle.states is not None
+        for _ in range(4):
+            loss = model(**tokens()).loss
+            handle.states.wait_for_writes()
+            found[HEAD].append(handle.states.memory_bytes)
+            loss.backward()
+            found["backward of layer 1"].append(handle.states.memory_bytes)
+            optimizer.step()
+            optimizer.zero_grad()
+    step = step_bytes(architecture_of("llama"), BATCH, SEQUENCE, on_cpu=True)
+    training = Training(on_cpu=True, window_bytes=window_bytes, bucket_bytes=bucket_bytes)
+    said = {}
+    for phase, sizes in found.items():
+        peaks = {phase: {Kind.SAVED: 1e9}}  # the peak is there
+        need = need_of(WAYS["states"], dataclasses.replace(step, peaks=peaks), training)
+        said[phase] = need.kinds[Kind.STATES]
+        # Two steps in each direction; each parameter has a number of steps beside its states.
+        assert said[phase] == pytest.approx(max(sizes[1:]), rel=0.02)
+    assert said[HEAD] < 0.8 * window_bytes < said["backward of layer 1"] <= window_bytes
 
 
 def test_gpus_share_all_but_the_layer_that_computes() -> None:

@@ -83,6 +83,25 @@ def test_memory_goes_back_when_the_last_storage_is_free() -> None:
     assert device.allocated_bytes() < full - 48 * MIB
 
 
+def test_an_optimizer_s_step_does_not_have_what_backward_has_read(
+    offload_config: Callable[..., OffloadConfig],
+) -> None:
+    """The memory goes back with the step of the engine, not with the next forward pass."""
+    engine, device = OffloadEngine(offload_config(io="buffered")), CpuDevice()
+    with engine.step():
+        packed = [engine.hooks.pack(torch.full((32 * MIB // 4,), float(n))) for n in range(2)]
+        settle(engine)
+        before = device.allocated_bytes()
+        read = [engine.hooks.unpack(one) for one in packed]
+        assert [one[-1].item() for one in read] == [0.0, 1.0]
+        assert device.allocated_bytes() > before + 60 * MIB
+        packed.clear()
+        read.clear()
+    assert engine.statistics.read_bytes == 64 * MIB
+    assert device.allocated_bytes() < before + 4 * MIB
+    engine.close()
+
+
 def test_a_storage_outlives_the_region_s_owner() -> None:
     storage = filled(RestoredMemory(), MIB, 7)
     filled(RestoredMemory(), MIB, 8)

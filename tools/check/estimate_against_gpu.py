@@ -68,7 +68,7 @@ def compare(day: dict[str, Any]) -> Iterator[Compared]:
             continue
         if found["states"] not in ("device", "host") or found.get("frozen") not in (None, "device"):
             continue
-        training = Training(tier="host", micro_batches=2)
+        training = Training(tier="host")
         way = Way(name, _PASSES[found["way"]], states_move=found["states"] == "host")
         step = step_bytes(
             _architecture(found),

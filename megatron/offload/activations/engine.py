@@ -225,6 +225,8 @@ class OffloadEngine:
             self.memory_report.end_step()
         self.reader.end_prefetch()
         self.dispatcher.drain()
+        for tier in self.tiers.values():  # the optimizer's step does not need what backward read
+            tier.trim()
         is_settled = self._device.is_host or not self.writer.bytes_in_flight
         self.statistics.long_lived_bytes = self.cache.end_step(is_settled=is_settled)
         self._count_left()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -11,6 +12,8 @@ from megatron.offload.device.device import Device
 from megatron.offload.moving.layout import Layout, Name
 from megatron.offload.moving.memory import FreshMemory
 from megatron.offload.moving.storage import Ended, MovingStorage
+
+P = TypeVar("P")  # a parameter, or its size
 
 
 class Bucket(MovingStorage):
@@ -54,9 +57,7 @@ class Bucket(MovingStorage):
         self.layout = None
 
 
-def divided(
-    params: Sequence[torch.Tensor], bytes_of: Callable[[torch.Tensor], int], bucket_bytes: int
-) -> list[list[torch.Tensor]]:
+def divided(params: Sequence[P], bytes_of: Callable[[P], int], bucket_bytes: int) -> list[list[P]]:
     """Parameters in runs, each for a bucket.
 
     Args:
@@ -64,7 +65,7 @@ def divided(
         bytes_of: gives what a parameter has in its bucket, in bytes.
         bucket_bytes: of a run at most, or of the only parameter in it.
     """
-    runs: list[list[torch.Tensor]] = []
+    runs: list[list[P]] = []
     room_bytes = 0
     for param in params:
         num_bytes = bytes_of(param)

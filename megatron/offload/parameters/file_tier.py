@@ -156,6 +156,9 @@ class FileTier:
         """Returns at once: nothing is written."""
         return True
 
+    def trim(self) -> None:
+        """Does nothing: each read fills memory of its reader."""
+
     def free(self, block: FileBlock) -> None:
         """Leaves the files as they are."""
 

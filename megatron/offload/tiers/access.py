@@ -85,6 +85,10 @@ class Access(Protocol):
         """
         ...
 
+    def trim(self) -> None:
+        """See `Tier.trim`."""
+        ...
+
 
 class InPlace:
     """The drive works on the tensor's own memory, for devices whose memory is host memory.
@@ -102,8 +106,7 @@ class InPlace:
 
     def for_writing(self, source: torch.UntypedStorage, after: None) -> View:
         """Makes a view of the tensor's own memory; copies the edges beside the body now."""
-        if self._restored is not None:
-            self._restored.trim()  # forward does not need the memory of the last backward pass
+        self.trim()  # forward does not need the memory of the last backward pass
         return _InPlaceView(source, cut(source.data_ptr(), source.nbytes(), self._alignment))
 
     def for_reading(
@@ -117,6 +120,11 @@ class InPlace:
         if cut.tail:
             ctypes.memmove(address + cut.num_bytes - len(cut.tail), cut.tail, len(cut.tail))
         return target, _InPlaceView(target, cut)
+
+    def trim(self) -> None:
+        """Returns the region's memory to the system, if no storage is left in it."""
+        if self._restored is not None:
+            self._restored.trim()
 
     def _new_storage(self, cut: Cut) -> torch.UntypedStorage:
         """Like `aligned_storage`, in a region of its own while that has room, or in pages."""
@@ -192,6 +200,9 @@ class Staged:
         """Makes a storage on the device, and the view that fills it through host buffers."""
         target = self._device.new_restored(cut.num_bytes) if into is None else into
         return target, _StagedView(target, cut, self._device, self._pool)
+
+    def trim(self) -> None:
+        """Does nothing: the device allocates what a read fills."""
 
 
 class _StagedView:

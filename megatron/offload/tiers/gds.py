@@ -188,6 +188,9 @@ class _FromDevice:
         target = self._device.new_restored(cut.num_bytes)
         return target, _DeviceView(target, self._device, self._device.restored_is_free())
 
+    def trim(self) -> None:
+        """Does nothing: the device allocates what a read fills."""
+
 
 class _DeviceView:
     """See `View`. kvikio takes any address and size, so all is body; reads are not divided.

@@ -137,6 +137,9 @@ class HostTier:
         """Returns at once: a write whose transfer has ended is complete."""
         return True
 
+    def trim(self) -> None:
+        """Does nothing: the device allocates what a read fills."""
+
     def free(self, block: HostBlock) -> None:
         """Gives a block's range back to the arena. Takes no lock: finalizers call it."""
         offset, block.offset = block.offset, None

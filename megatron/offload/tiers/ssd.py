@@ -223,6 +223,10 @@ class SsdTier:
         """Returns at once: a write whose transfer has ended is complete."""
         return True
 
+    def trim(self) -> None:
+        """Gives the region of restored memory back, if this tier has one and it is empty."""
+        self._access.trim()
+
     def free(self, block: Any) -> None:
         """Gives a block's extents back to their drives. Takes no lock: finalizers call it."""
         extents, block.extents = block.extents, []

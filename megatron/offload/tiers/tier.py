@@ -143,6 +143,13 @@ class Tier(Protocol):
         """
         ...
 
+    def trim(self) -> None:
+        """Gives memory back to the system that reads had and that nothing uses any more.
+
+        Without it the tier gives it back with its next write, or not at all.
+        """
+        ...
+
     def free(self, block: Any) -> None:
         """Frees a block's space; its bytes are lost. Takes no lock: finalizers call it."""
         ...

@@ -107,6 +107,11 @@ class TieredTier:
         """Blocks until all tiers have all bytes in their final place; False after `timeout_s`."""
         return all(tier.wait_for_writes(timeout_s) for tier in self.tiers)
 
+    def trim(self) -> None:
+        """Calls `trim` of each tier."""
+        for tier in self.tiers:
+            tier.trim()
+
     def free(self, block: Block) -> None:
         """Frees a block's space in its tier. Takes no lock: finalizers call it."""
         block.tier.free(block)

@@ -52,6 +52,7 @@ class Architecture:
         name: of the model, for people.
         num_layers: of the whole model.
         layers_are_alike: fewer of them can stand for all.
+        trained_sizes: bytes of each parameter that gets a gradient, in the order of the model.
 
     Args:
         source: a configuration of transformers, a file or folder that has one, or a hub's name.
@@ -72,6 +73,7 @@ class Architecture:
         layers = list(find_layers([whole]))
         self.num_layers = len(layers)
         self.layers_are_alike = self._are_alike(layers)
+        self.trained_sizes = tuple(one.nbytes for one in whole.parameters() if one.requires_grad)
 
     def make(self, num_layers: int | None = None) -> Any:
         """The model on the meta device, in training mode; of so many layers, or of all."""

@@ -17,6 +17,7 @@ of them. Layers in the middle lie between those at the ends.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,7 +38,9 @@ from megatron.offload.sizes import MIB
 _SHORT, _LONGER = 4, 5  # layers of the two models that stand for one with many
 _ENDS = 2  # layers at each end whose passes are phases of their own
 HEAD = "output layer and loss"
+_BACKWARD = "backward of "
 _BEFORE, _AFTER = "before the layers", "after the layers"
+_FIRST, _MIDDLE, _LAST = "layer {}", "layers in the middle", "the last layer"
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,12 @@ class Pass:
 PLAIN = Pass()
 
 
+def is_past_half_of_backward(phase: str) -> bool:
+    """Whether half of the gradients are there when the most of a phase is alive."""
+    first = [_FIRST.format(number + 1) for number in range(_ENDS)]
+    return phase in (_AFTER, *(_BACKWARD + place for place in (_MIDDLE, *first)))
+
+
 @dataclass
 class StepBytes:
     """What a step takes, in bytes.
@@ -68,9 +77,9 @@ class StepBytes:
         parameters: all of them, `buffers` aside.
         buffers: of the model.
         trained: parameters that get a gradient, which takes as much.
-        largest_trained: of these.
+        trained_sizes: of each of these, in the order of the model.
         of_layers: parameters of layers, `largest_layer` of one of them.
-        trained_of_layers: likewise, with gradients.
+        trained_of_layers: likewise, with gradients; `largest_trained_of_layers` is a parameter.
         layers: how many there are.
         kept, replayed, moved: of what autograd saves, see `SavedBytes`.
         peaks: by phase: bytes by kind when most is alive, without optimizer states.
@@ -79,16 +88,22 @@ class StepBytes:
     parameters: float = 0
     buffers: float = 0
     trained: float = 0
-    largest_trained: float = 0
+    trained_sizes: tuple[int, ...] = ()
     of_layers: float = 0
     largest_layer: float = 0
     trained_of_layers: float = 0
     trained_of_layer: float = 0
+    largest_trained_of_layers: float = 0
     layers: float = 0
     kept: float = 0
     replayed: float = 0
     moved: float = 0
     peaks: dict[str, dict[Kind, float]] = field(default_factory=dict)
+
+    @property
+    def largest_trained(self) -> int:
+        """Of the parameters that get a gradient."""
+        return max(self.trained_sizes, default=0)
 
     def peak(self) -> tuple[str, dict[Kind, float]]:
         """The phase in which most is alive, and what it is."""
@@ -129,8 +144,11 @@ def step_bytes(
         return _run(model, inputs, how, min_bytes=min_bytes, on_cpu=on_cpu)
 
     if whole or not architecture.layers_are_alike or architecture.num_layers <= _LONGER:
-        return run(None)
-    return _extended(run(_SHORT), run(_LONGER), architecture.num_layers)
+        found = run(None)
+    else:
+        found = _extended(run(_SHORT), run(_LONGER), architecture.num_layers)
+    found.trained_sizes = architecture.trained_sizes
+    return found
 
 
 def _extended(short: StepBytes, longer: StepBytes, num_layers: int) -> StepBytes:
@@ -139,7 +157,7 @@ def _extended(short: StepBytes, longer: StepBytes, num_layers: int) -> StepBytes
     def at(one: float, two: float) -> float:
         return one + (two - one) * (num_layers - _SHORT) / (_LONGER - _SHORT)
 
-    sizes = {name: value for name, value in vars(short).items() if name != "peaks"}
+    sizes = {name: one for name, one in vars(short).items() if isinstance(one, int | float)}
     found = StepBytes()
     for name, value in sizes.items():
         setattr(found, name, at(value, getattr(longer, name)))
@@ -205,19 +223,18 @@ def _sizes(model: Any, layers: Sequence[torch.nn.Module]) -> StepBytes:
         {id(one): one for one in layer.parameters() if id(one) not in outside} for layer in layers
     ]
     sizes = [sum(one.nbytes for one in params.values()) for params in of_layers]
-    trained_sizes = [
-        sum(one.nbytes for one in params.values() if one.requires_grad) for params in of_layers
-    ]
+    trained_of = [[p.nbytes for p in own.values() if p.requires_grad] for own in of_layers]
+    trained_sizes = [sum(own) for own in trained_of]
     return StepBytes(
         layers=len(layers),
         parameters=sum(one.nbytes for one in model.parameters()),
         buffers=sum(one.nbytes for one in model.buffers()),
         trained=sum(trained),
-        largest_trained=max(trained, default=0),
         of_layers=sum(sizes),
         largest_layer=max(sizes, default=0),
         trained_of_layers=sum(trained_sizes),
         trained_of_layer=max(trained_sizes, default=0),
+        largest_trained_of_layers=max(itertools.chain(*trained_of), default=0),
     )
 
 
@@ -299,14 +316,14 @@ class _Phases:
         """The name of a layer's passes: counted from the nearer end of the model."""
         from_end = self._num_layers - 1 - number
         if number < _ENDS:
-            return f"layer {number + 1}"
+            return _FIRST.format(number + 1)
         if from_end == 0:
-            return "the last layer"
-        return f"the last layer but {from_end}" if from_end < _ENDS else "layers in the middle"
+            return _LAST
+        return f"{_LAST} but {from_end}" if from_end < _ENDS else _MIDDLE
 
     def _enter_backward(self, place: str) -> None:
         self._live.kind = Kind.WORKING
-        self._live.phase = f"backward of {place}"
+        self._live.phase = _BACKWARD + place
 
     def _left_layers(self, _: torch.Tensor) -> None:
         self._live.phase = _AFTER

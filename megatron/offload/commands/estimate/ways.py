@@ -7,25 +7,38 @@ device makes, and says of all bytes on which tier they are.
 Note [What a tier holds]
 Activations: what moves in a step. Optimizer states: all but a window, which stays from one step to
 the next, on a GPU in page-locked host memory and on a CPU in the process. Parameters: those of all
-layers; device memory has `LIVE_UNITS` layers of them, and what is outside of layers. In the
-optimizer's step a GPU has three buckets of states, a CPU its window.
+layers; device memory has `LIVE_UNITS` layers of them, in the optimizer's step one more that is
+being written, and what is outside of layers.
+
+Note [States in device memory]
+They come and go in buckets, of which the largest may be one parameter's. A CPU keeps the window
+less the largest bucket between two steps, a GPU keeps none. From the middle of backward on, and in
+the optimizer's step, a CPU's window is full, and a GPU has three buckets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.offload.commands.estimate.live_bytes import Kind
 from megatron.offload.commands.estimate.saved import MOVE, REPLAY
-from megatron.offload.commands.estimate.step import PLAIN, Pass, StepBytes
+from megatron.offload.commands.estimate.step import (
+    PLAIN,
+    Pass,
+    StepBytes,
+    is_past_half_of_backward,
+)
+from megatron.offload.moving.bucket import divided
+from megatron.offload.moving.order import first_to_stay
 from megatron.offload.sizes import MIB
 from megatron.offload.states.config import DEFAULT_WINDOW_BYTES
+from megatron.offload.states.window import ON_DEVICE
 
 LIVE_UNITS = 2
 OPTIMIZER_STEP = "optimizer's step"
 _BUCKET_BYTES = 32 * MIB
-_BUCKETS = 3  # of states on a GPU: one is read, one is updated, one is written
 _STATES = {"adamw": 2, "sgd": 0}  # of each parameter, in its type
 _LAYERS_ON_THEIR_WAY = 2  # of a GPU that is ahead of its links, see the Note in `device/device.py`
 _POOL_BYTES = 2 << 30  # page-locked, on the way from a GPU to SSDs
@@ -170,8 +183,10 @@ def need_of(way: Way, step: StepBytes, training: Training) -> Need:
     moved_states = states if way.states_move else 0.0
     is_ssd = training.tier == "ssd"
     window = min(moved_states, training.window_bytes) if is_ssd else 0.0
+    if moved_states and training.on_cpu:
+        window = _states_that_stay(_buckets(step, training), training)
     of_layers = step.of_layers / shares if way.parameters_move else 0.0
-    phases = {name: _kinds(peak, way, step, training, states) for name, peak in step.peaks.items()}
+    phases = {name: _kinds(name, way, step, training, states) for name in step.peaks}
     phases[OPTIMIZER_STEP] = _optimizer_step(way, step, training, states)
     phase = max(phases, key=lambda one: sum(phases[one].values()))
     trained_of_layers = step.trained_of_layers / shares if way.parameters_move else 0.0
@@ -198,10 +213,10 @@ def need_of(way: Way, step: StepBytes, training: Training) -> Need:
 
 
 def _kinds(
-    peak: Mapping[Kind, float], way: Way, step: StepBytes, training: Training, states: float
+    phase: str, way: Way, step: StepBytes, training: Training, states: float
 ) -> dict[Kind, float]:
     """What is alive in a phase of forward or backward."""
-    kinds = {kind: float(peak.get(kind, 0.0)) for kind in Kind}
+    kinds = {kind: float(step.peaks[phase].get(kind, 0.0)) for kind in Kind}
     kinds[Kind.PARAMETERS] = _parameters(way, step, training)
     if not training.on_cpu and step.layers:  # on their way to a tier, or read ahead
         kinds[Kind.SAVED] += min(_LAYERS_ON_THEIR_WAY / step.layers, 1.0) * step.moved
@@ -210,7 +225,10 @@ def _kinds(
     if training.gpus > 1 and kinds[Kind.GRADIENTS]:
         whole = step.trained_of_layer  # of the layer that computes, before it is divided
         kinds[Kind.GRADIENTS] = kinds[Kind.GRADIENTS] / training.gpus + whole
-    kinds[Kind.STATES] = _states_between_steps(way, training, states)
+    kinds[Kind.STATES] = states
+    if way.states_move:
+        is_near = training.micro_batches > 1 or is_past_half_of_backward(phase)
+        kinds[Kind.STATES] = _states_in_passes(step, training, is_near=is_near)
     return kinds
 
 
@@ -231,10 +249,41 @@ def _parameters(way: Way, step: StepBytes, training: Training) -> float:
     return step.parameters / training.gpus + max(2 * step.largest_layer, outside)
 
 
-def _states_between_steps(way: Way, training: Training, states: float) -> float:
-    if not way.states_move:
-        return states
-    return min(states, training.window_bytes) if training.on_cpu else 0.0
+def _buckets(step: StepBytes, training: Training) -> list[int]:
+    """The bytes of the buckets in which states move, in the optimizer's order."""
+    each = _STATES[training.optimizer]
+    sizes = [each * one // training.gpus for one in step.trained_sizes]
+    return [sum(run) for run in divided(sizes, int, training.bucket_bytes)]
+
+
+def _room(buckets: Sequence[int], training: Training) -> int:
+    """The most bytes of them in device memory."""
+    largest = max(buckets, default=0)
+    return max(training.window_bytes, largest) if training.on_cpu else ON_DEVICE * largest
+
+
+def _states_that_stay(buckets: list[int], training: Training) -> int:
+    """In a CPU's memory between two steps, which go through the buckets in turn up and down."""
+    orders = buckets, buckets[::-1]
+    return max(sum(one[first_to_stay(one, training.window_bytes) :]) for one in orders)
+
+
+def _states_in_passes(step: StepBytes, training: Training, *, is_near: bool) -> int:
+    """States in device memory while layers compute.
+
+    Args:
+        step: see `need_of`.
+        training: likewise.
+        is_near: the next step of the optimizer, so that what it needs first is read already.
+    """
+    buckets = _buckets(step, training)
+    if not is_near:
+        return _states_that_stay(buckets, training) if training.on_cpu else 0
+    room, read = _room(buckets, training), 0
+    for order in (buckets, buckets[::-1]):
+        sums = itertools.accumulate(order)
+        read = max(read, max(itertools.takewhile(lambda one: one <= room, sums), default=0))
+    return read
 
 
 def _optimizer_step(
@@ -244,18 +293,22 @@ def _optimizer_step(
     kinds = dict.fromkeys(Kind, 0.0)
     shares = training.gpus
     kinds[Kind.PARAMETERS] = step.parameters / shares
+    # On a CPU the loop of AdamW makes two temporaries of a parameter at a time.
+    temporaries = 2 if training.on_cpu and training.optimizer == "adamw" else 0
+    kinds[Kind.WORKING] = temporaries * step.largest_trained / shares
     if way.parameters_move and way.states_move:
         live = min(LIVE_UNITS * step.largest_layer, step.of_layers)
         kinds[Kind.PARAMETERS] = (step.parameters - step.of_layers + live) / shares
+        # While a layer is updated, the one before it is being written.
+        written = min(step.trained_of_layer, step.of_layers - live) / shares
+        of_layers = temporaries * step.largest_trained_of_layers / shares
+        if written + of_layers > kinds[Kind.WORKING]:
+            kinds[Kind.PARAMETERS] += written
+            kinds[Kind.WORKING] = of_layers
     kinds[Kind.GRADIENTS] = step.trained / shares
     if way.gradients_move:
         kinds[Kind.GRADIENTS] = _gradients_that_stay(step) / shares
     kinds[Kind.STATES] = states
-    largest = step.largest_trained / shares
     if way.states_move:
-        in_memory = training.window_bytes if training.on_cpu else _BUCKETS * training.bucket_bytes
-        kinds[Kind.STATES] = min(states, in_memory)
-        largest = min(largest, training.bucket_bytes / max(_STATES[training.optimizer], 1))
-    if training.on_cpu and training.optimizer == "adamw":  # its loop makes two at a time
-        kinds[Kind.WORKING] = 2 * largest
+        kinds[Kind.STATES] = min(states, _room(_buckets(step, training), training))
     return kinds
