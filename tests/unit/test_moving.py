@@ -20,7 +20,7 @@ from megatron.offload.moving import memory
 from megatron.offload.moving.bucket import Bucket, divided
 from megatron.offload.moving.layout import Layout
 from megatron.offload.moving.only_copy import OnlyCopy
-from megatron.offload.moving.order import first_to_stay, live_units
+from megatron.offload.moving.order import first_to_stay, live_units, most_together
 from megatron.offload.moving.storage import Where
 from megatron.offload.tiers.mapped import own_pages
 from megatron.offload.tiers.ssd import SsdTier
@@ -192,6 +192,11 @@ def test_the_last_buckets_stay_as_far_as_there_is_room_beside_those_that_move() 
     assert first_to_stay([4, 4, 4], 16) == 0
     assert first_to_stay([4, 4, 4], 12, beside=3) == 3
     assert first_to_stay([], 12) == 0
+
+
+def test_a_large_bucket_is_in_memory_once() -> None:
+    assert most_together([9, 1, 2, 1, 8], 3) == 12
+    assert most_together([2, 9], 3) == 11 and most_together([], 3) == 0
 
 
 def test_units_ahead_are_wanted_and_the_farthest_leave() -> None:

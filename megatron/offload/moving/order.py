@@ -25,6 +25,17 @@ def first_to_stay(sizes: Sequence[int], room_bytes: int, beside: int = 1) -> int
     return index
 
 
+def most_together(sizes: Sequence[int], number: int) -> int:
+    """The most bytes that so many buckets in a row take, in either direction.
+
+    Args:
+        sizes: bytes of the buckets, in the order of a step.
+        number: of buckets, or all if there are fewer.
+    """
+    last = max(len(sizes) - number, 0)
+    return max(sum(sizes[begin : begin + number]) for begin in range(last + 1))
+
+
 def live_units(
     number: int, direction: int, num_live: int, num_units: int, in_memory: Iterable[int]
 ) -> tuple[list[int], list[int]]:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from megatron.offload.device.device import Device
 from megatron.offload.moving.bucket import Bucket
 from megatron.offload.moving.only_copy import OnlyCopy
-from megatron.offload.moving.order import first_to_stay
+from megatron.offload.moving.order import first_to_stay, most_together
 from megatron.offload.moving.storage import Where
 from megatron.offload.sizes import format_size
 from megatron.offload.tiers.transfer import TRANSFER_ERRORS
@@ -148,10 +148,14 @@ class Window:
 
     @property
     def _room_bytes(self) -> int:
-        """Bytes of the window; on an accelerator at least three buckets, so that copies overlap."""
+        """Bytes of the window; on an accelerator at least three buckets, so that copies overlap.
+
+        Three in a row: an embedding is a large one by itself, and those beside it are small.
+        """
         if self._device.is_host:
             return self.window_bytes
-        return max(self.window_bytes, ON_DEVICE * max(map(self._expected_bytes, self._buckets)))
+        sizes = [self._expected_bytes(one) for one in self._buckets]
+        return max(self.window_bytes, most_together(sizes, ON_DEVICE))
 
     def _has_room(self, num_bytes: int) -> bool:
         return self._copies.memory_bytes + num_bytes <= self._room_bytes

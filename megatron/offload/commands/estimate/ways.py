@@ -13,7 +13,7 @@ being written, and what is outside of layers.
 Note [States in device memory]
 They come and go in buckets, of which the largest may be one parameter's. A CPU keeps the window
 less the largest bucket between two steps, a GPU keeps none. From the middle of backward on, and in
-the optimizer's step, a CPU's window is full, and a GPU has three buckets.
+the optimizer's step, a CPU's window is full, and a GPU has three buckets in a row.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron.offload.commands.estimate.step import (
     is_past_half_of_backward,
 )
 from megatron.offload.moving.bucket import divided
-from megatron.offload.moving.order import first_to_stay
+from megatron.offload.moving.order import first_to_stay, most_together
 from megatron.offload.sizes import MIB
 from megatron.offload.states.config import DEFAULT_WINDOW_BYTES
 from megatron.offload.states.window import ON_DEVICE
@@ -258,8 +258,9 @@ def _buckets(step: StepBytes, training: Training) -> list[int]:
 
 def _room(buckets: Sequence[int], training: Training) -> int:
     """The most bytes of them in device memory."""
-    largest = max(buckets, default=0)
-    return max(training.window_bytes, largest) if training.on_cpu else ON_DEVICE * largest
+    if training.on_cpu:
+        return max(training.window_bytes, *buckets, 0)
+    return most_together(buckets, ON_DEVICE)
 
 
 def _states_that_stay(buckets: list[int], training: Training) -> int:
