@@ -82,6 +82,25 @@ def test_a_graph_outlives_the_handle(tmp_path: Path) -> None:
     assert_gradients_of(model, 0)
 
 
+def test_a_graph_of_before_raises(tmp_path: Path) -> None:
+    model = Net()
+    loss = model(batch(0))
+    with offload_parameters(model, tmp_path):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        model.zero_grad()
+        between = model(batch(1))
+        between.backward()
+        model.zero_grad()
+        between = model(batch(1))
+    with offload_parameters(model, tmp_path):  # the other handle's hooks bring nothing
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            between.backward()
+        model.zero_grad()
+        model(batch(2)).backward()
+        assert_gradients_of(model, 2)
+
+
 def test_a_graph_does_not_outlive_parameters_that_were_not_brought_back(tmp_path: Path) -> None:
     model = Net()
     handle = offload_parameters(model, tmp_path)

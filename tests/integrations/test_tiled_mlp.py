@@ -159,6 +159,15 @@ def test_a_norm_runs_in_tiles_forward_and_again_in_backward() -> None:
     handle.remove()
 
 
+def test_a_first_batch_of_few_tokens_is_tried_out_too() -> None:
+    model = make("Llama")
+    wide, normed = counted(model.model.layers[0].mlp.gate_proj), counted(model.model.norm)
+    tokens = torch.zeros(1, 10, dtype=torch.long)
+    with offload_activations(model, mode="off", tiled_mlp=5):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    assert wide[3:] == [5] * 4 and normed[2:] == [5] * 4
+
+
 class ChannelsNorm(torch.nn.Module):
     """Over the first dimension behind the batch, as images have it; the last is as wide here."""
 

@@ -127,6 +127,7 @@ class Run:
         self.peak_bytes: int | None = None  # what of memory steps seem to take, likewise
         measured = self.planner.meter._measured
         self.planner.meter._measured = lambda *metrics: self._seen(measured(*metrics))  # type: ignore[method-assign]
+        self.drops_last = False  # the last forward pass of a step has no backward pass
         self.writes_end = False  # before backward, as with a model whose layers take long
 
     def _seen(self, step: MeasuredStep) -> MeasuredStep:
@@ -158,6 +159,8 @@ class Run:
                     settle(self.engine)
                 if fails:
                     raise ArithmeticError("the loss is infinite")
+                if self.drops_last and micro_batch == 1:
+                    break
                 with profiler.backward(0, micro_batch), self.engine.backward(save_order):
                     x.sum().backward()
 

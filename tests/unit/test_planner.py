@@ -505,6 +505,31 @@ def test_a_solver_that_fails_later_leaves_the_plan_as_it_is(
     run.steps(1)
 
 
+@pytest.mark.parametrize("tokens", [32, 64])  # it is refined; micro-batches have become larger
+def test_steps_whose_passes_were_given_up_leave_the_plan_as_it_is(
+    start: Callable[..., Run], tokens: int
+) -> None:
+    run = start()
+    run.solver.placement = Placement.KEEP
+    run.steps(3 + 4 + (REFINING_STEPS + 1 if tokens == 64 else 0))
+    plans, run.tokens, run.drops_last = run.planner.num_plans, tokens, True
+    run.steps(2 + REFINING_STEPS)
+    assert run.planner.num_plans == plans
+    run.drops_last, run.tokens = False, 96
+    run.steps(20)
+    assert run.planner.num_plans > plans, "those that are whole are planned for"
+
+
+def test_steps_whose_passes_were_given_up_are_no_first_measurement(
+    start: Callable[..., Run],
+) -> None:
+    run = start()
+    run.drops_last = True
+    run.steps(2)
+    with pytest.raises(ConfigurationError, match="no step had a backward pass for each"):
+        run.step()
+
+
 def test_a_solver_that_fails_at_first_ends_the_run(start: Callable[..., Run]) -> None:
     run = start()
     run.solver.error = OffloadError("the process that plans ended")

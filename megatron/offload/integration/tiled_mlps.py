@@ -51,7 +51,7 @@ _NAMES = ("mlp", "feed_forward", "feedforward", "ffn", "ff", "ffwd", "DenseReluD
 _LINEAR = ("Linear", "Conv1D")  # the ends of names of classes
 _SETTING = "tiled_mlp"
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_PROBED_TOKENS = 32
+_PROBED_TOKENS = 64  # half of them alone, and all together
 _OF_TORCH = (
     *(torch.nn.LayerNorm, torch.nn.RMSNorm, torch.nn.GroupNorm),
     *(torch.nn.modules.batchnorm._NormBase,),
@@ -125,7 +125,7 @@ class _Mlp:
         self._check(x)
         draws = self._draws.get(self.module.training)
         if draws is None:
-            some = x.detach().reshape(1, -1, x.shape[-1])[:, : 2 * _PROBED_TOKENS]
+            some = x.detach().reshape(1, -1, x.shape[-1])[:, :_PROBED_TOKENS]
             self._check_same(some, parameters)
             draws = self._draws[self.module.training] = self._draws_for(some)
         return self._tiled(x, parameters, Tiles(tile_tokens, draws=draws))
@@ -180,12 +180,13 @@ class _Mlp:
         """Raises ConfigurationError if tokens are not independent, or gradients would be lost."""
         # Dropout would tell the two apart, and without gradients there are no leaves to look at.
         with torch.enable_grad(), nothing_moves(), _evaluated(self.module):
-            alone, together = self._own(some[:, :_PROBED_TOKENS]), self._own(some)
+            tokens = some.shape[1] // 2
+            alone, together = self._own(some[:, :tokens]), self._own(some)
         if not isinstance(alone, torch.Tensor):
             self._refuse(f"returns a {type(alone).__name__}, not a tensor")
-        together = together[:, :_PROBED_TOKENS]
-        if alone.shape[:2] != (1, _PROBED_TOKENS) or alone.shape != together.shape:
-            self._refuse(f"returns {tuple(alone.shape)} for {_PROBED_TOKENS} tokens")
+        together = together[:, :tokens]
+        if alone.shape[:2] != (1, tokens) or alone.shape != together.shape:
+            self._refuse(f"returns {tuple(alone.shape)} for {tokens} tokens")
         if any(not _is_one_of(leaf, parameters) for leaf in _wants_gradient(alone, parameters)):
             self._refuse("uses parameters that are not its own, whose gradients would be lost")
         off, most = (alone - together).detach().abs().max(), together.detach().abs().max()
@@ -228,7 +229,7 @@ class _Norm(_Mlp):
         try:
             self._check(x)
             if self._is_apart is None:
-                some = x.detach().reshape(1, -1, self._width)[:, : 2 * _PROBED_TOKENS]
+                some = x.detach().reshape(1, -1, self._width)[:, :_PROBED_TOKENS]
                 self._check_same(some, parameters)
                 self._is_apart = True
         except Exception:  # of a norm over another dimension, which takes no such part

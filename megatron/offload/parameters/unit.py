@@ -90,6 +90,8 @@ class ParameterUnit(MovingStorage):
         self._places = ParameterPlaces(self.params, own_parts, away)
         self._homes = [param.device for param in self.params]
         self._has_had_backward = False  # since the last look at what others have changed
+        # A graph of before has no hook that brings the unit; so its backward pass is an error.
+        torch.autograd.graph.increment_version(list(params))
         self._take_memory([param.detach() for param in self.params])
         self._places.attach()
 

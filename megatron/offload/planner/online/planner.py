@@ -379,16 +379,26 @@ class Planner:
 
     def _plan_for_measured(self) -> None:
         """Plans for the steps measured, unless they were shorter than those it plans for: where
-        lengths vary, these come again. A tier that has become slow does not wait for them."""
+        lengths vary, these come again. A tier that has become slow does not wait for them. Nor does
+        it plan for steps in which a forward pass had no backward pass."""
         assert self.profile is not None
+        (any_has_none,) = self._consensus.largest([float(not self.meter.has_whole_steps)])
+        if any_has_none:
+            self.meter.forget()
+            self._go_on_with_plan()
+            return
         profile = self._measured_profile(self.profile)
         least_tokens = tokens_of(self.profile.sizes) + (self._reason is Reason.LARGER)
         if tokens_of(profile.sizes) < least_tokens and self._reason is not Reason.SLOWER:
-            self._measured = []
-            self._drift.planned(self._reason, changed=False)
-            self.phase = Phase.FOLLOWING
+            self._go_on_with_plan()
         else:
             self._plan_again(profile)
+
+    def _go_on_with_plan(self) -> None:
+        """What was measured is nothing to plan for."""
+        self._measured = []
+        self._drift.planned(self._reason, changed=False)
+        self.phase = Phase.FOLLOWING
 
     def _plan_again(self, profile: StageProfile) -> None:
         """Where that fails on a rank of the group, all of them go on as they are."""

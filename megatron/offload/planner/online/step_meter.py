@@ -196,7 +196,8 @@ class StepMeter:
         if not steps:
             raise ConfigurationError(
                 "the first steps could not be measured: no step had a backward pass for each of "
-                "its forward passes; use --activation-offload ssd, host or tiered"
+                "its forward passes and of their layers, and frozen layers before all trained ones "
+                "have none; use --activation-offload ssd, host or tiered"
             )
         fixed_s = self._gap_s
         if position.num_stages == 1:  # else the rest of it is waiting for other stages
@@ -219,14 +220,23 @@ class StepMeter:
             head_bytes=self._head.num_bytes if previous is None else 0,
             source=f"measured in {len(steps)} step{'' if len(steps) == 1 else 's'}",
         )
+        self.forget()
+        if self._device.is_host:
+            return dataclasses.replace(profile, allocator_slack=_SLACK_OF_HOST)
+        return dataclasses.replace(profile, lead_layers=UNBOUNDED)
+
+    @property
+    def has_whole_steps(self) -> bool:
+        """Whether a step noted in detail had a backward pass for each of its forward passes."""
+        return bool(self.profiler.steps)
+
+    def forget(self) -> None:
+        """Forgets the steps noted in detail."""
         self.profiler.clear()
         self._engine.waits.forget()
         self.num_detailed = 0
         self._detailed_s.clear()
         self._detailed_sizes = {}
-        if self._device.is_host:
-            return dataclasses.replace(profile, allocator_slack=_SLACK_OF_HOST)
-        return dataclasses.replace(profile, lead_layers=UNBOUNDED)
 
     def tiers(self) -> tuple[TierProfile, ...]:
         """The tiers, as fast as they were in the last step: bytes per second."""
