@@ -165,6 +165,33 @@ def test_auto_plans_within_a_budget_and_changes_no_bit(tmp_path: Path) -> None:
     assert trained(3, tmp_path, mode="auto", plan_file=plan_file) == trained(3)
 
 
+class FirstFrozen(Stack):
+    """What comes before the trained layers is frozen, so it has no backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.requires_grad_(False)
+        self.blocks[:2].requires_grad_(False)
+
+
+def test_layers_before_all_trained_ones_have_no_backward_pass(tmp_path: Path) -> None:
+    def tuned(num_steps: int, directory: Path | None = None, **settings: object) -> Training:
+        given = batches(num_steps)
+        return train(FirstFrozen, given, directory, call=lambda m, b: m(**b), **settings)
+
+    settings = {"mode": "auto", "memory_budget_bytes": "16MiB", "run_directory": tmp_path}
+    found = tuned(8, tmp_path, **settings)
+    assert found == tuned(8)
+    assert found.statistics[-1]["plans"] >= 1
+    profile = json.loads((tmp_path / "activation-profile-stage0.json").read_text())
+    frozen, others = profile["layers"][:2], profile["layers"][2:NUM_LAYERS]
+    assert [layer["name"] for layer in frozen] == LAYERS[:2]
+    for layer in frozen:
+        assert layer["forward_s"] > 0 and layer["backward_s"] == 0
+        assert not any(part["movable_bytes"] for part in layer["parts"])
+    assert all(layer["backward_s"] > 0 for layer in others)
+
+
 def test_the_inputs_of_recomputed_layers_may_move(tmp_path: Path) -> None:
     lists = {"recompute_layers": "0-5", "min_bytes": 1}
     moved = trained(4, tmp_path, recompute_input="ssd", **lists)

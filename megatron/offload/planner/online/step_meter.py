@@ -196,8 +196,7 @@ class StepMeter:
         if not steps:
             raise ConfigurationError(
                 "the first steps could not be measured: no step had a backward pass for each of "
-                "its forward passes and of their layers, and frozen layers before all trained ones "
-                "have none; use --activation-offload ssd, host or tiered"
+                "its forward passes; use --activation-offload ssd, host or tiered"
             )
         fixed_s = self._gap_s
         if position.num_stages == 1:  # else the rest of it is waiting for other stages

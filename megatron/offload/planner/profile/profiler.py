@@ -146,8 +146,7 @@ class Profiler:
         if self._head is not None and self._with_head is timings:
             self._head.begin()
         yield
-        timings.divide_backward()
-        timings.backward_ended = self.now()
+        timings.end_backward(self.now())
 
     def _note_order(self, one: Pass) -> None:
         if self.order is not None:
@@ -244,6 +243,7 @@ class Profiler:
         if timings is None:
             return
         timings.ended = self.now()
+        timings.is_frozen = not any(output.requires_grad for output in outputs)
         for output in outputs:
             if output.requires_grad:
                 output.register_hook(_recorder(self, timings, "backward_began"))

@@ -58,6 +58,7 @@ class LayerTimings:
     backward_middle: Timestamp | None = None
     backward_ended: Timestamp | None = None
     recomputes: bool = False
+    is_frozen: bool = False  # like all before it: no gradient comes to it
     again: dict[str, list[TimeSpan]] = field(
         default_factory=dict
     )  # when what ran again in backward
@@ -90,6 +91,14 @@ class PassTimings:
     def behind_layers(self) -> PartTimings:
         """What was saved after the last layer so far; nothing is noted in it."""
         return self.between.get(len(self.layers)) or PartTimings()
+
+    def end_backward(self, now: Timestamp) -> None:
+        """Its backward has run. Frozen layers before all trained ones have none: no time for it."""
+        self.divide_backward()
+        self.backward_ended = now
+        for one in self.layers:
+            if one.is_frozen:
+                one.backward_began = one.backward_ended = now
 
     def divide_backward(self) -> None:
         """The backward of each layer in compiled graphs begins where that of the next one ends.
