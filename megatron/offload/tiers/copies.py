@@ -24,7 +24,7 @@ from megatron.offload.tiers.bandwidth import BandwidthMeter
 from megatron.offload.tiers.io_threads import IoThreads, Piece
 from megatron.offload.tiers.purpose import ACTIVATIONS, Purpose
 from megatron.offload.tiers.tier import TierStatistics
-from megatron.offload.tiers.transfer import Transfer, ended
+from megatron.offload.tiers.transfer import TierClosedError, Transfer, ended
 
 logger = logging.getLogger(__name__)
 
@@ -226,9 +226,9 @@ class CopyWatcher:
         self._thread.start()
 
     def check_open(self) -> None:
-        """Raises RuntimeError if it was closed."""
+        """Raises TierClosedError if it was closed."""
         if self._is_closed:
-            raise RuntimeError("the tier is closed")
+            raise TierClosedError
 
     def watch(
         self,

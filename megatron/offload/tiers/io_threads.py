@@ -34,7 +34,7 @@ from megatron.offload.machine.condition import Condition
 from megatron.offload.sizes import MIB
 from megatron.offload.tiers.budget import RateLimit
 from megatron.offload.tiers.purpose import ACTIVATIONS, Purpose
-from megatron.offload.tiers.transfer import Transfer, run_together
+from megatron.offload.tiers.transfer import TierClosedError, Transfer, run_together
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ class IoThreads:
         if self.have_died:
             raise RuntimeError("all I/O threads died and none can be started")
         if self._closing:
-            raise RuntimeError("the tier is closed")
+            raise TierClosedError
 
     def _start_thread(self) -> None:
         thread = threading.Thread(target=self._run, name=self._name, daemon=True)

@@ -25,6 +25,13 @@ Work = Callable[[], None]  # moves one piece
 TRANSFER_ERRORS = (OSError, RuntimeError, MemoryError, CancelledError)
 
 
+class TierClosedError(RuntimeError):
+    """A transfer was asked for after its tier was closed."""
+
+    def __init__(self) -> None:
+        super().__init__("the tier is closed")
+
+
 class Transfer:
     """One read or write, which may be queued, running or done.
 

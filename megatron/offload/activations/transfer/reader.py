@@ -30,7 +30,7 @@ from megatron.offload.device.device import Device
 from megatron.offload.errors import StorageError
 from megatron.offload.stats.trace import WAIT, Tracer
 from megatron.offload.tiers.budget import ByteBudget
-from megatron.offload.tiers.transfer import TRANSFER_ERRORS, Transfer
+from megatron.offload.tiers.transfer import TRANSFER_ERRORS, TierClosedError, Transfer
 
 _NOW = float("-inf")  # the deadline of a read that compute waits for
 _SOON = 0.0  # of a read that compute will wait for next; the prefetcher counts from 1
@@ -186,10 +186,15 @@ class Reader:
         except torch.OutOfMemoryError:
             raise
         except TRANSFER_ERRORS as error:
+            advice = (
+                "close the handle behind the backward pass"
+                if isinstance(error, TierClosedError)
+                else "check the disk and resume from the last checkpoint"
+            )
             raise StorageError(
                 f"rank {self._rank} could not read an activation of {record.scope} back "
                 f"({record.block}): {error}; its gradient would be wrong, so training stops; "
-                "check the disk and resume from the last checkpoint"
+                f"{advice}"
             ) from error
         if ready is not None:
             self._use_after(memory, ready, record)
