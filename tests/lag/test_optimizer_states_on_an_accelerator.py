@@ -231,6 +231,28 @@ def test_a_device_holds_three_buckets_in_a_step_and_none_between(
     assert lag.memory_allocated() <= between
 
 
+def test_a_device_holds_a_large_bucket_and_two_small_ones(lag: LagModule, offload: Any) -> None:
+    """As of an output layer, which is a bucket by itself, behind layers."""
+    small = [torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(_NUM_LAYERS)]
+    model = torch.nn.Sequential(*small, torch.nn.Linear(_WIDTH, 8 * _WIDTH)).to("lag")
+    optimizer = fused(model.parameters())
+    states = offload(optimizer, "ssd").states
+    train(model, optimizer)
+    sizes = sorted(bucket.num_bytes for bucket in states.buckets)
+    assert sizes[-1] >= 6 * sizes[-2]
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for _ in range(2):  # from its end on, and back
+        states.wait_for_writes()
+        lag.synchronize()
+        before = lag.memory_allocated()
+        lag.reset_peak_memory_stats()
+        optimizer.step()
+        states.wait_for_writes()
+        lag.synchronize()
+        assert lag.max_memory_allocated() - before <= sum(sizes[-3:])
+
+
 def test_what_the_window_asks_for_is_in_host_memory(offload: Any) -> None:
     model = model_on("lag")
     optimizer = fused(model.parameters())
