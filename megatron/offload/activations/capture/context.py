@@ -64,8 +64,7 @@ class SavingContext(torch.autograd.graph.saved_tensors_hooks):
             return
         self._is_over = True
         self._take_off()
-        if self._hooks.recipes is not None:
-            self._hooks.recipes.leave()
+        self._hooks.end_layers()
         self.submit()
         self._has_ended = True
 

@@ -176,6 +176,7 @@ class SavedTensorHooks:
 
     def end_layers(self) -> None:
         """The last layer of a forward pass has run: nothing is kept for comparisons."""
+        self._unreplayed.leave()
         if self.recipes is not None:
             self.recipes.leave()
 

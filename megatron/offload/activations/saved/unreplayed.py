@@ -34,6 +34,10 @@ class Unreplayed:
         self._scope: Scope | None = None
         self._named: set[tuple[int, Any]] = set()  # in this layer, in which they are alive
 
+    def leave(self) -> None:
+        """A forward pass has ended: storages may die, and others get their addresses."""
+        self._scope = None
+
     def name(self, tensor: torch.Tensor, key: tuple[int, Any], scope: Scope) -> str | None:
         """The operation that made a storage; None: this layer has saved it before.
 
