@@ -275,7 +275,7 @@ def test_a_graph_that_outlives_its_handle_raises_and_the_model_goes_on(
     loss = model(noise()).sum()
     assert offload.engine is not None and offload.engine.wait_for_writes(30)
     offload.close()
-    advice = "the tier is closed; .* close the handle behind the backward pass"
+    advice = r"the tier is closed; .* call close\(\) of the handle after the backward pass"
     with pytest.raises(StorageError, match=advice):
         loss.backward()
     model.zero_grad()

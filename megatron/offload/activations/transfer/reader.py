@@ -187,7 +187,7 @@ class Reader:
             raise
         except TRANSFER_ERRORS as error:
             advice = (
-                "close the handle behind the backward pass"
+                "call close() of the handle after the backward pass"
                 if isinstance(error, TierClosedError)
                 else "check the disk and resume from the last checkpoint"
             )
