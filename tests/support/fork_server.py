@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks without the imports: a process that has imported the trainer once, and forks for each rank.
+"""Ranks without the imports: a process that has imported modules once, and forks for each rank.
 
-Importing torch and megatron-core takes longer than all that a test then trains. `launch.Run` starts
-its ranks here. The server does nothing but import: no thread (a forked copy would wait for it for
-ever), no process group, no CPU runtime. So each rank is a process of its own in the state of a
-trainer that has just been imported; of what a new interpreter draws, only the hash seed is shared.
+Importing torch and a framework takes longer than all that a test then trains. `launch.Run` and
+`run_ranks` start their ranks here, each with a server of its own. The server does nothing but
+import: no thread (a forked copy would wait for it for ever), no process group, no CPU runtime. So
+each rank is a process of its own in the state of a script that has just imported what it needs; of
+what a new interpreter draws, only the hash seed is shared.
 Nobody outlives pytest: the server ends with their connection, and the kernel then kills its ranks.
 
 Run as a script, this file is the server; its arguments are CONNECTION SCRIPT MODULE...
@@ -32,7 +33,7 @@ from typing import Any
 
 # Read while a process runs; any other variable may act at its start only.
 _LATE = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-_LATE |= {"PYTEST_CURRENT_TEST"}
+_LATE |= {"PYTEST_CURRENT_TEST", "RANKS_MEET_AT"}
 _ANSWER_S = 120.0  # the first answer comes after the imports
 _POLL_S = 0.02
 _PR_SET_PDEATHSIG = 1
@@ -110,7 +111,7 @@ class ForkServer:
     def start(
         self, argv: Sequence[str], environment: Mapping[str, str], output: Path, errors: Path
     ) -> ForkedProcess:
-        """Runs the script argv[0]; both files must exist."""
+        """Runs the script argv[0]; both files must exist, and may be the same."""
         files = (str(output), str(errors))
         return ForkedProcess(self, self.request("start", (list(argv), dict(environment), files)))
 
@@ -159,7 +160,7 @@ def _become(argv: list[str], environment: dict[str, str], files: tuple[str, str]
     """Takes on everything that a process is started with."""
     os.setpgid(0, 0)
     for path, descriptor in zip(files, (1, 2), strict=True):
-        file = os.open(path, os.O_WRONLY)
+        file = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, descriptor)
         os.close(file)
     os.environ.clear()

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a script in several processes that train together over gloo: `run_ranks`. Never hangs.
 
-For tests of frameworks: interpreters of their own, which meet through a file. What the script
-prints last on rank 0 is a line of JSON, which the test gets.
+For tests of frameworks: processes of their own, which meet through a file. They come from a fork
+server (`fork_server.py`), which has imported the frameworks. What the script prints last on rank 0
+is a line of JSON, which the test gets.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
+import importlib.util
 import json
 import os
 import subprocess
@@ -19,10 +22,26 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.offload.integration import gloo
+from tests.support.fork_server import ForkedProcess, ForkServer
 from tests.support.processes import ROOT
 
 _PATIENCE_S = 280.0
 _NOTICE_S = 5.0  # that the other ranks get to notice that one has failed
+_ALIKE = {
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+# What scripts import; deepspeed is not among them, since others ask whether it was imported.
+_PRELOADED = (
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.offload",
+    "transformers.models.llama.modeling_llama",
+)
 
 if "RANKS_MEET_AT" in os.environ:  # one of the ranks
     atexit.register(gloo.wait_until_idle)
@@ -47,7 +66,12 @@ def print_results(results: Any) -> None:
 
 
 def run_ranks(
-    script: Path, folder: Path, *arguments: str, num_ranks: int = 2, patience_s: float = _PATIENCE_S
+    script: Path,
+    folder: Path,
+    *arguments: str,
+    num_ranks: int = 2,
+    patience_s: float = _PATIENCE_S,
+    fresh: bool = False,
 ) -> Any:
     """Runs a script on each rank, and gives what the first one prints last.
 
@@ -57,26 +81,24 @@ def run_ranks(
         arguments: of the script.
         num_ranks: processes, all on this machine.
         patience_s: how long they may take.
+        fresh: in new interpreters, which have imported nothing.
     """
     logs = [folder / f"rank{rank}.log" for rank in range(num_ranks)]
-    shared = {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        "RANKS_MEET_AT": str(folder / "meet"),
-        "HF_HUB_OFFLINE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    processes = []
+    world = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    shared = {**os.environ, **_ALIKE, **world, "RANKS_MEET_AT": str(folder / "meet")}
+    processes: list[ForkedProcess | subprocess.Popen[bytes]] = []
     for rank, log in enumerate(logs):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        argv = [str(script), *arguments]
+        environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         with log.open("w") as output:
+            if not fresh and Path.cwd() == ROOT and _server().suits(environment):
+                processes.append(_server().start(argv, environment, log, log))
+                continue
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, str(script), *arguments],
+                    [sys.executable, *argv],
                     cwd=ROOT,
-                    env={**os.environ, **shared, **own},
+                    env=environment,
                     stdout=output,
                     stderr=subprocess.STDOUT,
                 )
@@ -103,7 +125,18 @@ def run_ranks(
     return json.loads(logs[0].read_text().splitlines()[-1])
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], patience_s: float) -> None:
+@functools.cache
+def _server() -> ForkServer:
+    """Of all ranks of this pytest session that import what others do."""
+    found = [one for one in _PRELOADED if importlib.util.find_spec(one.partition(".")[0])]
+    # Beside the scripts; in the folder above, tests/megatron would become part of that namespace.
+    beside = ROOT / "tests" / "integrations" / "sharded.py"
+    started = ForkServer(beside, found, {**os.environ, **_ALIKE})
+    atexit.register(started.close)
+    return started
+
+
+def _wait(processes: list[ForkedProcess | subprocess.Popen[bytes]], patience_s: float) -> None:
     """Until all have ended, one has failed, or too much time has passed."""
     deadline_s = time.monotonic() + patience_s
     while None in (codes := [process.poll() for process in processes]):
