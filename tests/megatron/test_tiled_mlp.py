@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.launch import assert_auto_changes_no_bit, assert_same_bits, train
+from tests.support.launch import assert_auto_changes_no_bit, assert_same_bits, train, train_once
 from tests.support.offload_flags import ssd
 from tests.support.ranks import run_ranks
 
@@ -96,7 +96,7 @@ def test_a_training_is_the_same_within_rounding_and_with_offload_bit_for_bit(
 @pytest.mark.slow
 def test_a_long_tile_is_no_tile(tmp_path: Path) -> None:
     flags = "--train-iters 3"
-    assert_same_bits(train(flags, "--activation-tiled-mlp auto"), train(flags), 3)
+    assert_same_bits(train(flags, "--activation-tiled-mlp auto"), train_once(flags), 3)
 
 
 @pytest.mark.slow
@@ -110,7 +110,7 @@ def test_a_long_tile_is_no_tile(tmp_path: Path) -> None:
 )
 def test_the_bits_of_tiles_are_the_same_whatever_else_is_on(settings: str, tmp_path: Path) -> None:
     units = settings if "units" in settings else ""  # their order of sums is another one
-    tiled = train("--train-iters 3", TILED, units)
+    tiled = train_once("--train-iters 3", TILED, units)
     assert_same_bits(train("--train-iters 3", TILED, ssd(tmp_path), settings), tiled, 3)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launch import assert_same_bits, train
+from tests.support.launch import assert_same_bits, train, train_once
 from tests.unit.test_trace import check_nesting, tracks
 
 
@@ -21,7 +21,7 @@ def test_a_training_is_traced_and_its_results_are_the_same(mode: str, tmp_path: 
         offload += " --activation-recompute-layers 2"
     offload += " --activation-offload-min-bytes 1KiB"
     file = tmp_path / "trace.json"
-    plain = train(flags)
+    plain = train_once(flags)
     traced = train(flags, f"{offload} --activation-offload-trace {file}", model="settled")
     assert_same_bits(traced, plain, num_steps=4)
     shown = tracks(json.loads(file.read_text()))

@@ -257,7 +257,7 @@ def assert_same_bits(one: Outcome, other: Outcome, num_steps: int) -> None:
 
 def assert_auto_changes_no_bit(flags: str, directory: Path) -> None:
     """A training with these flags, with a plan in it and without."""
-    without = train("--train-iters 8", flags)
+    without = train_once("--train-iters 8", flags)
     planned = train(
         "--train-iters 8",
         flags,
