@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from megatron.offload import ConfigurationError, Placement, offload_activations
 from megatron.offload.activations.placement.plan import Plan, PlannedPart
 from megatron.offload.activations.placement.plan_file import load_plans, save_plans
 from megatron.offload.activations.saved.scope import name_after, name_of_call
-from tests.support.compiled import HIDDEN, Stack, assert_same, batch, trained
+from tests.support.compiled import HIDDEN, Stack, assert_same, batch, trained, without_offload
 
 BLOCKS = [f"blocks.{number}" for number in range(3)]
 BUDGET = {"mode": "auto", "memory_budget_bytes": "1GiB"}
@@ -63,8 +64,7 @@ def test_each_call_of_a_layer_is_measured_and_planned(
     settings = {**BUDGET, "run_directory": tmp_path, "plan_file": file}
     lengths = (32,) * 5
     found = trained(tmp_path, backend, kind=kind, lengths=lengths, **settings)
-    torch.compiler.reset()
-    assert_same(found, trained(None, backend, kind=kind, lengths=lengths))
+    assert_same(found, without_offload(len(lengths), backend, kind))
     assert [step["plans"] for step in found[1]] == [0, 0, 0, 1, 1]
     calls = [*BLOCKS, *(name_of_call(one, 2) for one in BLOCKS)] if kind is Twice else BLOCKS
     profile = json.loads((tmp_path / "activation-profile-stage0.json").read_text())
@@ -90,8 +90,7 @@ def test_a_plan_is_followed_layer_by_layer(tmp_path: Path) -> None:
     placements |= dict.fromkeys(map(name_after, BLOCKS), keep)
     file = plan_file(tmp_path / "plan.json", {**placements, BLOCKS[1]: Placement.SSD})
     found = trained(tmp_path, mode="auto", plan_file=file, settled=True)
-    torch.compiler.reset()
-    assert_same(found, trained(None))
+    assert_same(found, without_offload())
     assert [step["offloaded_bytes"] for step in found[1]] == [second] * 3
     assert all(step["kept_bytes"] > 0 for step in found[1])
 
@@ -107,9 +106,7 @@ def test_calls_of_one_layer_have_places_of_their_own(tmp_path: Path) -> None:
         found = trained(tmp_path, kind=Twice, mode="auto", plan_file=file)
         moved.append(found[1][0]["offloaded_bytes"])
     assert min(moved) > 0
-    torch.compiler.reset()
-    assert_same(found, trained(None, kind=Twice))
-    torch.compiler.reset()
+    assert_same(found, without_offload(kind=Twice))
     every = trained(tmp_path, kind=Twice, offload_layers="0")[1][0]["offloaded_bytes"]
     assert sum(moved) == every
 
@@ -169,13 +166,19 @@ def one_by_one(directory: Path | None, **settings: Any) -> tuple[list[torch.Tens
     return [loss, *gradients], statistics
 
 
+@functools.cache
+def one_by_one_alone() -> list[torch.Tensor]:
+    torch.compiler.reset()
+    return one_by_one(None)[0]
+
+
 @pytest.mark.parametrize("inside_graphs", [False, True])
 def test_layers_that_are_compiled_one_by_one_are_measured_by_their_calls(
     inside_graphs: bool, tmp_path: Path
 ) -> None:
     settings = {**BUDGET, "run_directory": tmp_path, "inside_graphs": inside_graphs}
     found, statistics = one_by_one(tmp_path, **settings)
-    assert all(map(torch.equal, found, one_by_one(None)[0]))
+    assert all(map(torch.equal, found, one_by_one_alone()))
     assert [step["plans"] for step in statistics] == [0, 0, 0, 1, 1]
     profile = json.loads((tmp_path / "activation-profile-stage0.json").read_text())
     layers = {one["name"]: one for one in profile["layers"]}
@@ -189,7 +192,7 @@ def test_layers_that_are_compiled_one_by_one_can_be_recomputed(
 ) -> None:
     settings = {"recompute_layers": "0-1", "inside_graphs": inside_graphs}
     found, statistics = one_by_one(tmp_path, **settings)
-    assert all(map(torch.equal, found, one_by_one(None)[0]))
+    assert all(map(torch.equal, found, one_by_one_alone()))
     assert [step["recomputed_layers"] for step in statistics] == [2] * 5
     every = one_by_one(tmp_path, inside_graphs=inside_graphs)[1]
     assert statistics[-1]["offloaded_bytes"] < every[-1]["offloaded_bytes"]

@@ -19,7 +19,16 @@ from megatron.offload.activations.capture.hooks import SavedTensorHooks
 from megatron.offload.activations.saved.view import SavedView
 from megatron.offload.activations.transfer.prefetcher import Prefetcher
 from megatron.offload.integration.torch import compiled_graphs
-from tests.support.compiled import HIDDEN, STEPS, Stack, assert_same, batch, trained
+from tests.support.compiled import (
+    HIDDEN,
+    STEPS,
+    Stack,
+    added_gradients,
+    assert_same,
+    batch,
+    trained,
+    without_offload,
+)
 from tests.support.nth_fault import ALLOCATION, READ, WRITE, NthFault
 from tests.support.ranks import run_ranks
 
@@ -120,8 +129,7 @@ def test_what_is_saved_leaves_as_soon_as_it_is_complete(
 @pytest.mark.parametrize("mode", ["ssd", "host"])
 def test_the_bits_are_the_same(kind: Any, mode: str, tmp_path: Path) -> None:
     found = trained(tmp_path, kind=kind, mode=mode, settled=True)
-    torch.compiler.reset()
-    assert_same(found, trained(None, kind=kind))
+    assert_same(found, without_offload(kind=kind))
     assert all(step["offloaded_storages"] > 8 for step in found[1])
 
 
@@ -129,8 +137,7 @@ def test_the_bits_are_the_same(kind: Any, mode: str, tmp_path: Path) -> None:
 def test_a_drive_that_fails_or_is_full_loses_nothing(
     kind: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = trained(None)
-    torch.compiler.reset()
+    expected = without_offload()
     fault = NthFault(monkeypatch)
     error = errno.ENOSPC if kind == ALLOCATION else errno.EIO
     fault.begin(kind, number, error, for_ever=True)
@@ -142,8 +149,7 @@ def test_a_drive_that_fails_or_is_full_loses_nothing(
 def test_a_read_that_fails_is_an_error_and_the_next_step_is_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = trained(None, lengths=(32,))[0]
-    torch.compiler.reset()
+    expected = without_offload(1)[0]
     model = Stack().eval()
     compiled: Any = torch.compile(model, backend="aot_eager")
     fault = NthFault(monkeypatch)
@@ -206,25 +212,18 @@ def test_a_second_backward_pass_has_the_bits_of_the_first(
 
 @pytest.mark.parametrize("is_closed", [False, True])
 def test_hooks_of_others_get_tensors_that_they_can_copy(is_closed: bool, tmp_path: Path) -> None:
-    def run(directory: Path | None) -> list[torch.Tensor]:
-        torch.compiler.reset()
-        model = Stack().eval()
-        compiled: Any = torch.compile(model, backend="aot_eager")
-        offload = None
-        if directory is not None:
-            offload = offload_activations(model, directory, min_bytes=1024, inside_graphs=True)
+    model = Stack().eval()
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    with offload_activations(model, tmp_path, min_bytes=1024, inside_graphs=True) as offload:
         compiled(batch(0)).backward()
-        if offload is not None and is_closed:
+        if is_closed:
             offload.close()
         with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda one: one):
             loss = compiled(batch(1))
         loss.backward()
-        if offload is not None:
-            offload.close()
-        return [p.grad for p in model.parameters() if p.grad is not None]
-
-    alone, found = run(None), run(tmp_path)
-    assert len(alone) == len(found) and all(map(torch.equal, alone, found))
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    expected = added_gradients(2)  # copies are of the same numbers
+    assert len(expected) == len(found) and all(map(torch.equal, expected, found))
 
 
 def test_copies_have_the_strides_of_what_they_are_of() -> None:
@@ -266,26 +265,22 @@ def test_our_hooks_are_not_compiled_where_a_graph_breaks(
 
 
 def test_two_models_in_turn_and_one_compiled_in_place(tmp_path: Path) -> None:
-    def run(*directories: Path) -> list[torch.Tensor]:
-        torch.compiler.reset()
-        models: list[torch.nn.Module] = [Stack().eval(), LateViews()]
-        for model in models:
-            model.compile(backend="aot_eager")
-        handles = [
-            offload_activations(model, directory, min_bytes=1024, inside_graphs=True)
-            for model, directory in zip(models, directories, strict=False)
-        ]
-        for step in range(STEPS):
-            losses = [model(batch(step)) for model in models]
-            for loss in losses if step % 2 else losses[::-1]:
-                loss.backward()
-        for handle in handles:
-            assert handle.statistics["offloaded_storages"] > 8
-            handle.close()
-        return [p.grad for model in models for p in model.parameters() if p.grad is not None]
-
-    alone, found = run(), run(tmp_path, tmp_path)
-    assert len(alone) == len(found) and all(map(torch.equal, alone, found))
+    models: list[torch.nn.Module] = [Stack().eval(), LateViews()]
+    for model in models:
+        model.compile(backend="aot_eager")
+    handles = [
+        offload_activations(model, tmp_path, min_bytes=1024, inside_graphs=True) for model in models
+    ]
+    for step in range(STEPS):
+        losses = [model(batch(step)) for model in models]
+        for loss in losses if step % 2 else losses[::-1]:
+            loss.backward()
+    for handle in handles:
+        assert handle.statistics["offloaded_storages"] > 8
+        handle.close()
+    found = [p.grad for model in models for p in model.parameters() if p.grad is not None]
+    expected = added_gradients() + added_gradients(kind=LateViews)
+    assert len(expected) == len(found) and all(map(torch.equal, expected, found))
 
 
 @pytest.mark.slow

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small stack of blocks, compiled as a whole and trained: `Stack`, `trained`, `assert_same`."""
+"""A small stack of blocks that is compiled and trained: `Stack`, `trained`, `without_offload`."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,39 @@ def trained(
             if offload is not None:
                 statistics.append(dict(offload.statistics))
     return results, statistics
+
+
+_MOST_STEPS = 5
+
+
+@functools.cache
+def _alone(backend: str, kind: Callable[[], torch.nn.Module]) -> list[torch.Tensor]:
+    return trained(None, backend, kind=kind, lengths=(32,) * _MOST_STEPS)[0]
+
+
+def without_offload(
+    num_steps: int = STEPS,
+    backend: str = "aot_eager",
+    kind: Callable[[], torch.nn.Module] = Stack,
+) -> Trained:
+    """What `trained` comes to without offload in the first steps, of one training a session.
+
+    All compiled graphs are forgotten. Steps do not change weights: fewer of them come to the same.
+    """
+    torch.compiler.reset()
+    results = _alone(backend, kind)
+    torch.compiler.reset()
+    return results[: num_steps * len(results) // _MOST_STEPS], []
+
+
+def added_gradients(
+    num_steps: int = STEPS, kind: Callable[[], torch.nn.Module] = Stack
+) -> list[torch.Tensor]:
+    """Gradients of the first steps without offload, added up as those of steps are."""
+    results, _ = without_offload(num_steps, kind=kind)
+    size = len(results) // num_steps  # a loss and the gradients
+    steps = [results[step * size + 1 : (step + 1) * size] for step in range(num_steps)]
+    return [functools.reduce(torch.add, one) for one in zip(*steps, strict=True)]
 
 
 def assert_same(one: Trained, other: Trained) -> None:
