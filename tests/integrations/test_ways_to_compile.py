@@ -168,7 +168,7 @@ def test_lengths_accumulation_and_evaluation_in_between(
     run = functools.partial(
         trained,
         compiled=compiled,
-        kind=Short,
+        kind=Short if compiled is whole else Stack,
         backend=backend,
         dynamic=dynamic,
         lengths=(32, 48, 32),
