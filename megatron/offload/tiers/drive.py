@@ -125,6 +125,7 @@ class Drive:
         self._purpose = purpose
         self.directory = file.directory
         self.health = Health.GOOD
+        self.lacks_room = False  # the last write found no room within the file
         self.statistics = TierStatistics()
         self.extents = ExtentAllocator(max(file.alignment.offset, FILE_BLOCK_BYTES))
         self._space = space
@@ -290,6 +291,7 @@ class Drive:
                 if self._checksum is not None:
                     extent.checksums.append(self._checksum(body))
                 offset += len(body)
+        self.lacks_room = False
 
     # Runs in an I/O thread.
     def _read(self, work: _Work) -> None:
@@ -389,11 +391,13 @@ class Drive:
         """A write has failed. File systems that copy on write may find only then that they are
         full.
 
-        A full drive is written to again, because other files may have been removed.
+        A full drive is written to again where no other has room, because other files may have been
+        removed.
         """
         with self._lock:
             self.statistics.failed_writes += 1
             if isinstance(error, OSError) and error.errno in _NO_ROOM:
+                self.lacks_room = True
                 if self.health is Health.GOOD:
                     self._become_full(str(error))
             elif self.health is not Health.FAILED:
