@@ -233,11 +233,11 @@ def test_a_drive_that_finds_no_room_in_its_file_is_the_last_to_be_asked(
     full_files: list[UnlinkedFile] = []  # the one that is written to first
     own_write = UnlinkedFile.write
 
-    def refuse(file: UnlinkedFile, *args: Any) -> None:
+    def refuse(file: UnlinkedFile, body: memoryview, offset: int) -> None:
         full_files[:] = full_files or [file]
         if file in full_files:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        own_write(file, *args)
+        own_write(file, body, offset)
 
     with monkeypatch.context() as patch:
         patch.setattr(UnlinkedFile, "write", refuse)

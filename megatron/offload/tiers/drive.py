@@ -380,7 +380,7 @@ class Drive:
             self._space_is_used_up = True
             logger.warning(
                 "%s%s: %s is used up; the file holds %s, and what does not fit goes to another "
-                "tier or stays in device memory",
+                "tier or stays in memory",
                 self._purpose.prefix,
                 self.directory,
                 self._purpose.flag("ssd-budget"),
@@ -408,7 +408,7 @@ class Drive:
         self.health = Health.FULL
         logger.warning(
             "%s%s is full (%s); its file holds %s, and what does not fit goes to another tier or "
-            "stays in device memory; nothing is lost",
+            "stays in memory; nothing is lost",
             self._purpose.prefix,
             self.directory,
             reason,
