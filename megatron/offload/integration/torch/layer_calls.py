@@ -132,6 +132,8 @@ class LayerCalls:
 
     def begin(self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A layer is called."""
+        if layer not in self._names:  # Note [Copied attributes] in `module_hooks.py`
+            return
         engine = self._engine
         if engine is None:
             self._early = layer
