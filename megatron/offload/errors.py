@@ -27,7 +27,7 @@ _PREFIXES = (
 
 
 class OffloadError(RuntimeError):
-    """Activation offload cannot go on, and going on silently would give wrong results."""
+    """Offload cannot go on, and going on silently would give wrong results."""
 
     def __init__(self, message: str) -> None:
         is_whole = message.startswith(_PREFIXES)
@@ -55,7 +55,7 @@ class InfeasibleBudgetError(ConfigurationError):
 
 
 class StorageError(OffloadError):
-    """A write could not be completed, or saved bytes could not be read back."""
+    """Saved bytes could not be read back."""
 
 
 class LostStateError(StorageError):

@@ -213,7 +213,7 @@ def test_a_failed_write_changes_no_bit(
 @promise(
     "a disk is full, also where a write finds that out",
     "it is full and not broken: one warning, what does not fit stays in memory, and when there is "
-    "room again it is written there",
+    "room again in its file it is written there",
 )
 def test_a_full_disk_is_not_a_broken_one(
     stream: str,

@@ -132,6 +132,8 @@ def test_the_window_grows_by_what_a_stall_would_have_read_and_shrinks_again():
     assert prefetcher.window_bytes == 1000
     prefetcher.waited(0.5, 500.0)
     assert prefetcher.window_bytes == pytest.approx(1250, abs=1)
+    prefetcher.waited(100.0, 500.0)  # once: it doubles at most
+    assert prefetcher.window_bytes == pytest.approx(2500, abs=1)
     for _ in range(30):
         prefetcher.start(save_order)
         prefetcher.stop()
@@ -162,12 +164,12 @@ def test_short_stalls_do_not_widen_the_window(monkeypatch):
         prefetcher.stop()
         now_s += 100.0
     prefetcher.start(save_order, opens_at_once=True)
-    prefetcher.waited(0.015, 1e6)  # a hundredth of a pass is 0.02 s
+    prefetcher.waited(0.015, 5e4)  # a hundredth of a pass is 0.02 s
     assert prefetcher.window_bytes == 1000
-    prefetcher.waited(0.015, 1e6)  # of which 0.005 s are left
-    assert prefetcher.window_bytes == pytest.approx(1000 + 10_000)
-    prefetcher.waited(0.01, 1e6)
-    assert prefetcher.window_bytes == pytest.approx(1000 + 20_000)
+    prefetcher.waited(0.015, 5e4)  # of which 0.005 s are left
+    assert prefetcher.window_bytes == pytest.approx(1000 + 500)
+    prefetcher.waited(0.01, 5e4)
+    assert prefetcher.window_bytes == pytest.approx(1000 + 1000)
 
 
 def test_a_pass_that_was_prepared_is_not_begun_a_second_time():

@@ -105,6 +105,38 @@ class CountsInAList(Plain):
         param.sub_(param.grad, alpha=group["lr"] / len(self.steps))
 
 
+class HeavyBall(Plain):
+    """Momentum, of which it asks where a parameter is."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for number, param in enumerate(group["params"]):
+                self.update_numbered(param, group, number)
+
+    @torch.no_grad()
+    def update_numbered(self, param: torch.Tensor, group: dict[str, Any], number: int) -> None:
+        if param.grad is not None:
+            state = self.state[param]
+            momentum = state["momentum"] = state.get("momentum", 0.0) + param.grad
+            param.sub_(momentum, alpha=group["lr"] / (1 + number))
+
+
+class NeedsGradients(HeavyBall):
+    """The same for each place, and an error where a gradient is missing."""
+
+    def update_numbered(self, param: torch.Tensor, group: dict[str, Any], number: int) -> None:
+        assert param.grad is not None
+        super().update_numbered(param, group, 0)
+
+
+class HasStatesOfAll(HeavyBall):
+    """The same for each place, and states before it looks at gradients."""
+
+    def update_numbered(self, param: torch.Tensor, group: dict[str, Any], number: int) -> None:
+        self.state[param].setdefault("momentum", torch.zeros_like(param))
+        super().update_numbered(param, group, 0)
+
+
 class NeedsItsSize(Plain):
     """Works with matrices and vectors of one size only."""
 
@@ -180,6 +212,33 @@ def test_where_all_parameters_are_in_one_bucket_nothing_is_in_slices(
     assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.parametrize(
+    ("kind", "has_frozen"),
+    [(HeavyBall, False), (HeavyBall, True), (NeedsGradients, False), (HasStatesOfAll, False)],
+)
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 30])
+def test_parameters_keep_their_places_in_groups_where_an_optimizer_counts_them(
+    kind: Callable[..., torch.optim.Optimizer], has_frozen: bool, bucket_bytes: int
+) -> None:
+    def trained(**settings: Any) -> list[torch.Tensor]:
+        layers = torch.nn.Sequential(*[torch.nn.Linear(40, 40) for _ in range(12)])
+        torch.manual_seed(1)
+        for param in layers.parameters():
+            torch.nn.init.normal_(param)
+        optimizer = kind(layers.parameters())
+        with offload_optimizer(optimizer, window_bytes=0, **settings) as handle:
+            for number in range(3):
+                gradients_of(layers, number)
+                if has_frozen:
+                    layers[0].weight.grad = layers[0].bias.grad = None
+                optimizer.step()
+            assert settings == {"mode": "off"} or handle.statistics["state_bytes"] > 0
+        return [param.detach() for param in layers.parameters()]
+
+    found, expected = trained(bucket_bytes=bucket_bytes), trained(mode="off")
+    assert all(map(torch.equal, found, expected))
+
+
 def test_an_optimizer_that_steps_alone_has_no_trace_of_its_trial(tmp_path: Path) -> None:
     """Neither generators nor what it has in lists, groups and states."""
 
@@ -194,7 +253,7 @@ def test_an_optimizer_that_steps_alone_has_no_trace_of_its_trial(tmp_path: Path)
             for group in self.param_groups:
                 group["count"] += 1
                 for notes in (self.notes, group["notes"]):
-                    notes += [param.numel() for param in group["params"]]
+                    notes += [p.numel() for p in group["params"] if p.grad is not None]
             super().step()
 
     layers = torch.nn.Sequential(*[torch.nn.Linear(100, 100, bias=False) for _ in range(3)])

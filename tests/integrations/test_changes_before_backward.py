@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.offload import offload_activations
+from megatron.offload import ChangedInPlaceError, offload_activations
 from tests.support.same_training import digest, gradients_of
 
 HIDDEN, TOKENS = 32, 16
@@ -99,15 +99,85 @@ def chooses_kernels(net: Any, x: torch.Tensor) -> torch.Tensor:
         return net(x).square().mean()
 
 
+class Settings:
+    """What a model hands to its layers as one object."""
+
+    def __init__(self) -> None:
+        self.strength, self.memory = 1.0, [torch.ones(HIDDEN)]
+
+
+class Conditioned(Block):
+    """Gets a condition from the model before each pass, as Flamingo's layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.condition: torch.Tensor | None = None
+        self.bank: list[torch.Tensor] = []
+        self.settings = Settings()
+        self.counted = torch.zeros(20_000)  # more than is copied without need
+        self.normed = torch.nn.utils.spectral_norm(torch.nn.Linear(HIDDEN, HIDDEN))
+        self.cached = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(HIDDEN, HIDDEN))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.counted.add_(x.mean())
+        assert self.condition is not None
+        x = (x + sum(self.bank)) * self.settings.strength + self.settings.memory[0]
+        return super().forward(self.cached(self.normed(x + self.condition)) + self.counted[:HIDDEN])
+
+
+class ConditionedNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Conditioned() for _ in range(3))
+        self.project = torch.nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        condition = self.project(x * factor).tanh()
+        for layer in self.layers:
+            layer.condition = condition
+            layer.bank[:] = [x * factor, condition.detach().cos()]
+            layer.settings.strength = factor
+            layer.settings.memory[0] = layer.settings.memory[0] * factor
+        x = super().forward(x)
+        for layer in self.layers:
+            layer.condition = None
+            layer.bank.clear()
+        return x
+
+
+def sets_conditions(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Two passes before backward, each with what the model has put into its layers."""
+    one, other = net(x, 0.5), net(x, 1.5)
+    return (one * other).mean()
+
+
+def caches_weights(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Backward comes after the context; the second call finds what the first has computed."""
+    with torch.nn.utils.parametrize.cached():
+        return net(net(x)).square().mean()
+
+
 @pytest.mark.parametrize(
-    "change", [evaluates, calls_with_others, freezes, hooks, switches, chooses_kernels]
+    "change",
+    [
+        evaluates,
+        calls_with_others,
+        freezes,
+        hooks,
+        switches,
+        chooses_kernels,
+        sets_conditions,
+        caches_weights,
+    ],
 )
 def test_a_layer_runs_again_as_it_ran(
     change: Callable[[Any, torch.Tensor], torch.Tensor], tmp_path: Path
 ) -> None:
     def run(settings: dict[str, Any] | None) -> list[Any]:
         torch.manual_seed(3)
-        net, found = Net(), []
+        conditioned = change in (sets_conditions, caches_weights)
+        net, found = (ConditionedNet() if conditioned else Net()), []
         with contextlib.ExitStack() as stack:
             if settings is not None:
                 offload = stack.enter_context(offload_activations(net, tmp_path, **settings))
@@ -129,6 +199,64 @@ def _state(net: Any) -> list[Any]:
     switched = [(one.scale, one.active[0], dict(one.scales)) for one in net.layers]
     wanted = [one.requires_grad for one in net.parameters()]
     return [flags, switched, wanted, [digest(one) for one in net.buffers()]]
+
+
+class Adding(Block):
+    """Changes a tensor with a graph that it has as an attribute."""
+
+    total: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.total += x.mean()
+        return super().forward(x) + self.total
+
+
+def add_up(net: Any, x: torch.Tensor) -> torch.Tensor:
+    total = x.new_zeros(()).requires_grad_() * 1
+    for layer in net.layers:
+        layer.total = total
+    result: torch.Tensor = net(x).square().mean()
+    return result
+
+
+def test_an_attribute_with_a_graph_that_a_layer_changes_in_place_is_refused(tmp_path: Path) -> None:
+    net = Net()
+    net.layers = torch.nn.ModuleList(Adding() for _ in range(2))
+    with (
+        offload_activations(net, tmp_path, min_bytes=1, recompute_layers="all"),
+        pytest.raises(ChangedInPlaceError, match="has changed its attribute total in place"),
+    ):
+        add_up(net, torch.randn(2, TOKENS, HIDDEN))
+
+
+def test_an_attribute_that_is_changed_in_place_before_a_layer_runs_again_is_refused(
+    tmp_path: Path,
+) -> None:
+    net = Net()
+    net.layers = torch.nn.ModuleList(Conditioned() for _ in range(2))
+    with offload_activations(net, tmp_path, min_bytes=1, recompute_layers="all"):
+        x = torch.randn(2, TOKENS, HIDDEN)
+        bank = [torch.ones(HIDDEN)]
+        for layer in net.layers:
+            layer.condition, layer.bank = x, bank  # type: ignore[assignment]
+        loss = net(x).square().mean()
+        bank[0].mul_(2)
+        with pytest.raises(ChangedInPlaceError, match="such as bank"):
+            loss.backward()  # type: ignore[no-untyped-call]
+
+
+def test_auto_does_not_plan_a_layer_that_changes_an_attribute_with_a_graph(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = Net()
+    net.layers = torch.nn.ModuleList(Adding() for _ in range(2))
+    with offload_activations(
+        net, tmp_path, mode="auto", memory_budget_bytes="1MiB", min_bytes=1
+    ) as offload:
+        for _ in range(6):
+            add_up(net, torch.randn(2, TOKENS, HIDDEN)).backward()  # type: ignore[no-untyped-call]
+        assert offload.statistics["recomputed_layers"] == 0
+    assert "changes its attribute total in place, so it is not planned" in caplog.text
 
 
 class Mlp(torch.nn.Module):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,48 @@ def test_a_copy_and_a_pickle_have_no_hooks(tmp_path: Path) -> None:
         for other in (copy.deepcopy(model), loaded):
             other(noise()).sum().backward()
         assert offload.engine is None  # nobody has called the model
+
+
+def clone_of(module: torch.nn.Module, weights: dict[int, torch.Tensor]) -> torch.nn.Module:
+    """A module with a copy of the attributes of another, and weights of its own with a graph."""
+    clone = module.__new__(type(module))
+    clone.__dict__ = {**vars(module)}
+    own = {name: weights[id(one)] for name, one in module._parameters.items() if one is not None}
+    clone.__dict__["_parameters"] = own
+    inner = {name: clone_of(one, weights) for name, one in module._modules.items() if one}
+    clone.__dict__["_modules"] = inner
+    return clone
+
+
+def adapted(model: torch.nn.Module, x: torch.Tensor) -> torch.nn.Module:
+    """As learn2learn's MAML does it: a step of gradient descent within the graph."""
+    weights = list(model.parameters())
+    found = torch.autograd.grad(model(x).square().mean(), weights, create_graph=True)
+    pairs = zip(weights, found, strict=True)
+    return clone_of(model, {id(one): one - 0.5 * gradient for one, gradient in pairs})
+
+
+@pytest.mark.parametrize("settings", [{}, {"recompute_layers": "all"}], ids=["moves", "recomputes"])
+def test_a_copy_of_attributes_computes_with_its_own_weights(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    def run(around: Callable[[torch.nn.Module], Any]) -> list[Any]:
+        torch.manual_seed(3)
+        model, found = net(), []
+        with around(model):
+            for _ in range(2):
+                clone = adapted(model, noise())
+                loss = clone(noise()).square().mean() + model(noise()).square().mean()
+                loss.backward()
+                found.append((digest(loss), gradients(model)))
+            last = adapted(model, noise())
+        found.append(digest(last(noise())))  # the handle is closed
+        return found
+
+    def moving(model: torch.nn.Module) -> Any:
+        return offload_activations(model, tmp_path, min_bytes=1, **settings)
+
+    assert run(moving) == run(contextlib.nullcontext)
 
 
 def test_tied_and_meta_and_moved_weights(tmp_path: Path) -> None:

@@ -43,7 +43,8 @@ class Trained:
 
     Args:
         directory: for whatever moves; None: nothing does.
-        name: of the case: type of parameters, which optimizer, what moves beside.
+        name: of the case: type of parameters, which optimizer, what moves beside, or "tied", for an
+            embedding that two units share.
         fills: from the second step on nothing is taken on one rank.
     """
 
@@ -56,6 +57,7 @@ class Trained:
             LAYERS,
             # Some weights to a bucket, or one, which then has all of the bucket's memory.
             {"overlap_grad_reduce": True, "bucket_size": LAYER // 2 if is_sharded else 1},
+            tied=moved == "tied",
         )
         self.buffers = [
             StorageWeakRef(buffer.grad_data.untyped_storage())

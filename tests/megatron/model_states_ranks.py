@@ -51,6 +51,7 @@ class Training:
         dtype: of the model's parameters.
         num_layers: of the model.
         data_parallel: settings of Megatron's `DistributedDataParallelConfig`.
+        tied: the output layer has the embedding's weight.
     """
 
     def __init__(
@@ -59,6 +60,8 @@ class Training:
         dtype: torch.dtype = torch.float16,
         num_layers: int = 2,
         data_parallel: dict[str, Any] | None = None,
+        *,
+        tied: bool = False,
     ) -> None:
         torch.manual_seed(3)
         model_parallel_cuda_manual_seed(5)
@@ -74,7 +77,13 @@ class Training:
             gradient_accumulation_fusion=False,
             finalize_model_grads_func=finalize_model_grads,
         )
-        model = GPTModel(config, get_gpt_layer_local_spec(), VOCAB, LENGTH)
+        model = GPTModel(
+            config,
+            get_gpt_layer_local_spec(),
+            VOCAB,
+            LENGTH,
+            share_embeddings_and_output_weights=tied,
+        )
         self.chunks = [
             DistributedDataParallel(
                 config,

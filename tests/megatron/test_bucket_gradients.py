@@ -38,6 +38,7 @@ CASES = [
 ]
 FAST = ["bf16 sharded states", "fp32 replicated none"]
 FULL = "fp32 sharded none full"
+TIED = "fp32 replicated tied"
 # A bucket is about a layer of the trainer's tiny model.
 BUCKETS = "--overlap-grad-reduce --ddp-bucket-size 40000"
 UNITS = "--layer-major-units auto --train-iters 3"
@@ -51,7 +52,7 @@ Found = list[dict[str, Any]]  # of each rank, by the case's name
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     folder = tmp_path_factory.mktemp("ranks")
-    results: Found = run_ranks(SCRIPT, folder, str(folder), ",".join([*FAST, FULL]))
+    results: Found = run_ranks(SCRIPT, folder, str(folder), ",".join([*FAST, FULL, TIED]))
     return results
 
 
@@ -65,6 +66,12 @@ def assert_is_same(one: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", FAST)
 def test_no_bit_changes(name: str, rank: int, found: Found) -> None:
     assert_is_same(found[rank][name])
+
+
+def test_an_embedding_that_units_share_is_reduced_in_time_behind_them_too(found: Found) -> None:
+    """Megatron has counted two additions a step, and then there is one."""
+    for of_rank in found:
+        assert_is_same(of_rank[TIED])
 
 
 @pytest.mark.rare

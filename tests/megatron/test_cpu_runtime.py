@@ -119,6 +119,35 @@ def test_cuda_devices_mean_the_cpu() -> None:
     assert torch.zeros(2, device="meta").device.type == "meta"
 
 
+class _MakesATensorInBackward(torch.autograd.Function):
+    """As what is recomputed does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * torch.full((2,), 3.0, device="cuda")
+
+
+def test_cuda_devices_mean_the_cpu_in_backward() -> None:
+    cpu_runtime.activate()
+    x = torch.zeros(2, requires_grad=True)
+
+    def output() -> torch.Tensor:
+        result: torch.Tensor = _MakesATensorInBackward.apply(x)
+        return result.sum()
+
+    output().backward()
+    torch.autograd.backward(output())
+    assert x.grad is not None and x.grad.tolist() == [6, 6]
+    assert torch.autograd.grad(output(), x)[0].tolist() == [3, 3]
+    cpu_runtime.deactivate()
+    with pytest.raises((AssertionError, RuntimeError)):
+        output().backward()
+
+
 def test_random_tracker_forks_the_cpu_generator() -> None:
     cpu_runtime.activate()
     tracker = core_random.CudaRNGStatesTracker()

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.integration.megatron import check_model_parameters
+from megatron.offload.integration.megatron import check_model_parameters, offload_model_parameters
 from megatron.offload.parameters.config import ParametersConfig
 from tests.support.launch import assert_same_bits, train
 from tests.support.offload_flags import ssd
@@ -64,6 +65,19 @@ def test_checkpoints_have_them(mode: str, tmp_path: Path) -> None:
         rest = train(flags, then, f"--load {folder}")
         assert rest.model == whole.model
         assert rest.values("loss") == whole.values("loss")[2:]
+
+
+def test_a_pipeline_stage_without_layers_keeps_its_parameters(tmp_path: Path) -> None:
+    """As `pipeline_model_parallel_layout` makes them; a whole model without layers is refused."""
+    chunk: Any = torch.nn.Linear(2, 2)
+    chunk.config = SimpleNamespace(pipeline_model_parallel_size=2)
+    config = ParametersConfig(mode="ssd", directories=(tmp_path,))
+    offload = offload_model_parameters(config, [chunk], optimizer=None)
+    assert offload.statistics == {} and offload.summary() == ""
+    offload.close()
+    chunk.config.pipeline_model_parallel_size = 1
+    with pytest.raises(ConfigurationError, match=r"^parameters: .* use --parameter-offload off"):
+        offload_model_parameters(config, [chunk], optimizer=None)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launch import Outcome, train
+from tests.support import launch
+from tests.support.launch import Outcome, assert_same_bits, train
+from tests.support.offload_flags import ssd
 
 pytestmark = pytest.mark.slow
 
@@ -69,3 +71,25 @@ def test_llama_like_layers_train() -> None:
     )
     assert outcome.values("loss")[-1] < outcome.values("loss")[0]
     assert outcome.values("learning_rate")[2] == max(outcome.values("learning_rate")) == 1e-3
+
+
+def test_stages_without_layers_and_chunks_without_parameters_move_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All others move what they have, and no bit changes."""
+    script = Path(__file__).parent / "uneven_pipeline_ranks.py"
+    monkeypatch.setitem(launch.SCRIPTS, "uneven", script)
+    flags = (
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+        "--untie-embeddings-and-output-weights --train-iters 3"
+    )
+    moves = (
+        f"{ssd(tmp_path)} --parameter-offload ssd --optimizer-state-offload ssd "
+        "--optimizer-state-bucket 32KiB --optimizer-state-window 0B"
+    )
+    kept = train(flags, model="uneven", world_size=2)
+    moved = train(flags, moves, model="uneven", world_size=2)
+    assert_same_bits(moved, kept, 3)
+    last = moved.metrics[-1]
+    assert last["offload"]["offloaded_bytes"] > 0
+    assert last["states"]["read_bytes"] > 0 and last["parameters"]["read_bytes"] > 0

@@ -54,6 +54,19 @@ def test_that_of_another_python_is_replaced_by_this_ones(
     assert "PATH begins with" in caplog.text
 
 
+def test_a_python3_config_is_asked_in_the_folder_in_which_make_asks_it(
+    datasets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As pyenv's: which Python it is for is in a file there."""
+    (datasets / "said").write_text(OTHER)
+    (tmp_path / "said").write_text(OURS)
+    monkeypatch.chdir(tmp_path)
+    base = program(tmp_path / "base" / "bin", OURS)
+    shims = program(tmp_path / "shims", "$(cat said)")
+    found = path_after(monkeypatch, datasets, shims)
+    assert found.split(os.pathsep)[:3] == [f"{tmp_path}/venv/bin", base, shims]
+
+
 @pytest.mark.parametrize("is_made", [False, True])
 def test_nothing_changes_where_it_is_this_ones_or_the_module_is_there(
     datasets: Path,

@@ -162,7 +162,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     (r"tools/check/states_in_a_cgroup\.py",
      "tests/behaviour/test_states_in_a_cgroup.py::test_killed_in_memory_trained_on_the_ssd"),
     (r"tools/check/lora_in_a_cgroup\.py", "needs: minutes"),
-    (r"tools/check/longest_in_a_cgroup\.py", "needs: 15 minutes"),
+    (r"tools/check/longest_in_a_cgroup\.py", "needs: 45 minutes"),
     (r"tools/bench/hooks\.py", "needs: minutes"),
     (r"tools/bench/replay\.py", "needs: minutes"),
     (r"tools/bench/long\.py", "needs: 14 minutes"),

@@ -225,6 +225,37 @@ def test_refused_growth_keeps_nothing_alive(
         torch.UntypedStorage._free_weak_ref(weak)
 
 
+def test_a_drive_that_finds_no_room_in_its_file_is_the_last_to_be_asked(
+    make_tier: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that copies on write may be full within a file that is allocated."""
+    tier = make_tier(2)
+    full_files: list[UnlinkedFile] = []  # the one that is written to first
+    own_write = UnlinkedFile.write
+
+    def refuse(file: UnlinkedFile, body: memoryview, offset: int) -> None:
+        full_files[:] = full_files or [file]
+        if file in full_files:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        own_write(file, body, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(UnlinkedFile, "write", refuse)
+        with pytest.raises(OSError, match="No space left"):
+            write(tier, storage(MIB))
+        full, other = sorted(tier.drives, key=lambda drive: drive.file not in full_files)
+        assert full.health is Health.FULL and full.lacks_room
+        before = full.statistics.failed_writes
+        blocks = [write(tier, storage(MIB, value)) for value in (1, 2)]
+        assert {one.drive for block in blocks for one in block.extents} == {other}
+        assert full.statistics.failed_writes == before
+    other.health = Health.FAILED  # then it is asked, and has room again
+    again = write(tier, storage(MIB, 3))
+    assert {one.drive for one in again.extents} == {full} and not full.lacks_room
+    for value, block in zip((1, 2, 3), [*blocks, again], strict=True):
+        assert reads_as(tier, block, value)
+
+
 def test_a_failed_drive_takes_no_more_and_serves_reads(
     make_tier: Tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long a sequence trains in a memory that the system enforces, beside what others reach.
 
-    tools/check/longest_in_a_cgroup.py --json reach.json      # about 15 minutes on 2 cores
+    tools/check/longest_in_a_cgroup.py --json reach.json      # 20 to 45 minutes on 2 cores
 
 The model and the ways are those of `tools/bench/long.py`: a Llama of 8 layers of 512, vocabulary
 32000, bf16. The limit is what transformers' checkpointing takes for `--tokens`: the control group
@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=int, default=1024, help="default: %(default)s")
+    parser.add_argument("--tokens", type=int, default=512, help="default: %(default)s")
     parser.add_argument("--layers", type=int, default=8, help="default: %(default)s")
     parser.add_argument("--hidden", type=int, default=512, help="default: %(default)s")
     parser.add_argument("--vocabulary", type=int, default=32000, help="default: %(default)s")

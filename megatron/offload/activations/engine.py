@@ -2,7 +2,7 @@
 """The one place that wires the rooms: `OffloadEngine`.
 
 Integrations tell it where in the step they are and which layer has just run. Read it top to bottom:
-the wiring, then a step: it begins, layers are captured, backward begins, the step ends. The way of
+the wiring, then a step: it begins and ends, layers are captured, backward begins. The way of
 one activation: `capture/hooks.py`, then `transfer/writer.py` on its way out,
 `transfer/prefetcher.py` and `transfer/reader.py` on its way back.
 """

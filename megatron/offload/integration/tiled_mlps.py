@@ -38,7 +38,10 @@ import torch
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.own_attributes import put
 from megatron.offload.integration.replaced_forwards import ReplacedForwards
-from megatron.offload.integration.torch.attribute_snapshot import AttributeSnapshot
+from megatron.offload.integration.torch.attribute_snapshot import (
+    AttributeSnapshot,
+    ChangedAttributes,
+)
 from megatron.offload.ops.tiled_mlp import (
     Tiles,
     in_tiles,
@@ -107,6 +110,7 @@ class _Mlp:
         self._places = [
             (owner, one) for owner in module.modules() for one in owner._parameters if one
         ]
+        self._changed = ChangedAttributes()
         self._draws: dict[bool, bool] = {}  # random numbers, in training or not; once it is checked
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -133,7 +137,7 @@ class _Mlp:
     def _tiled(
         self, x: torch.Tensor, parameters: Sequence[torch.Tensor], tiles: Tiles
     ) -> torch.Tensor:
-        before = AttributeSnapshot(self.module)
+        before = AttributeSnapshot(self.module, self._changed)
         result = tiled(self._own, x, parameters, tiles, before.restored)
         before.keep_changed()
         return result

@@ -85,7 +85,12 @@ class OnlyCopy:
     # -- To a tier --------------------------------------------------------------------------------
 
     def put_away(self, one: MovingStorage) -> bool:
-        """Starts to write a member to the first tier that has room; False: it stays in memory."""
+        """Starts to write a member to the first tier that has room.
+
+        Returns:
+            False: it stays in memory. True: a write has begun; if it fails, the member is in memory
+            again and has a `write_error`.
+        """
         after = None if self._device.is_host else self._device.record_event()
         reason, one.write_error = one.write_error and str(one.write_error), None
         for tier in self.tiers:

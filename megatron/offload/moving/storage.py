@@ -2,13 +2,14 @@
 """Bytes that move as one storage and of which a tier has the only copy: `MovingStorage`.
 
 A bucket of optimizer states or of gradients is one (`bucket.py`), and so is a unit of parameters
-(`parameters/unit.py`). Only the thread that trains calls it; but an I/O thread reports the end of a
-transfer.
+(`parameters/unit.py`). The thread that trains calls it. An I/O thread reports the end of a
+transfer, and a thread that finds no memory may give up what was read ahead (`give_up_read`).
 
 Note [Whose copy]
 Memory is released only when a write has ended well. A bucket's bytes change with each use, so the
 tier frees its copy when the bucket is read. A unit's parameters change only in the optimizer's
-step: the tier keeps its copy when the unit is read, and the unit leaves again without a write.
+step, or where other code changes them, which is noticed: the tier keeps its copy when the unit is
+read, and the unit leaves again without a write.
 """
 
 from __future__ import annotations
@@ -36,12 +37,15 @@ class Where(enum.Enum):
     NOWHERE = "nowhere"  # created: there are no bytes yet
     IN_MEMORY = "in memory"  # hold; the read has ended; the write failed or was taken back
     WRITING = "being written"  # begin_write from IN_MEMORY; memory still holds them
-    ON_TIER = "on a tier"  # the write has ended well, or let_go; the memory was released
+    ON_TIER = "on a tier"  # the write has ended well, or let_go; the read failed or was given up
     READING = "being read"  # begin_read from ON_TIER
 
 
 class MovingStorage:
     """Bytes in one storage, in memory or on a tier.
+
+    Subclasses may replace `keeps_block`, `moved_bytes`, `memory_bytes`, `_to_write`, `_begin_read`,
+    `_arrived`, `_forget_read` and `_shown_block`.
 
     Args:
         device: in whose memory they are used.

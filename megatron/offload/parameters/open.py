@@ -23,8 +23,8 @@ def open_parameter_tiers(
     Args:
         config: with parameters that move.
         device: where layers compute.
-        num_bytes: of all units. The SSDs reserve room for them now, and for one more: a changed
-            unit is written before its old block is freed.
+        num_bytes: of all units, and of gradients that move. Without a host budget the SSDs reserve
+            room for them now, and for one unit more: it is written before its old block is freed.
         largest_bytes: of a unit.
         num_local_ranks: processes on this machine, which share its memory.
 

@@ -5,8 +5,9 @@ Note [Live units]
 A unit's parameters stay in memory from their first use until the window needs the room. Compute
 goes through the units in one direction for a while: up in forward, down in backward, and back. So
 when a unit is used, the window starts to read the next units in that direction, as many as may live
-beside it, and all others leave. Parameters change only in the optimizer's step: at any other time a
-unit leaves without a write, because its bytes are on the tier already.
+beside it, and all others leave. Parameters change in the optimizer's step, or where other code
+changes them, which is noticed (`unit.py`): at any other time a unit leaves without a write, because
+its bytes are on the tier already.
 """
 
 from __future__ import annotations
@@ -384,7 +385,7 @@ class ParameterWindow:
             restore: first brings all parameters and gradients back to memory of their own.
 
         Raises:
-            LostStateError: some could not be read back; all others are in memory.
+            LostStateError: some could not be read back and are NaN; all others are in memory.
         """
         self._process.check()
         error: LostStateError | None = None
@@ -404,7 +405,7 @@ class ParameterWindow:
                 self._bring(unit)
                 unit.give_back()
             except LostStateError as one:
-                error = error or one
+                error = LostStateError(f"{one}; they are NaN from now on: do not save the model")
         for unit in self.units:
             unit.give_up()
         self._when_dropped.detach()

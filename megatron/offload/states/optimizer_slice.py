@@ -5,6 +5,12 @@ The library updates: with the kernel that it chooses (fused, foreach, a loop), a
 schedule and parameter groups. The bits are the same for every optimizer that updates each parameter
 by that parameter's gradient and state alone. A step that changes anything else raises
 (`unsliced_state.py`).
+
+Note [Places in a group]
+Some optimizers number parameters by their places in a group: those of bitsandbytes find so which
+ones keep 32-bit states. So a slice's groups are as long as the optimizer's, with an empty parameter
+in place of every one that is not in the slice: it has no gradient, and optimizers pass over it. For
+one that does not, as the trial shows, a slice's groups have its own parameters only.
 """
 
 from __future__ import annotations
@@ -29,10 +35,11 @@ class OptimizerSlice:
     copied to them when the last slice of the step has run.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, *, keeps_places: bool = True) -> None:
         self._optimizer = optimizer
         self._groups_after: dict[int, dict[str, Any]] = {}  # by their number
         self._num_tried = 0  # groups whose parameters were part of a trial
+        self._keeps_places = keeps_places  # Note [Places in a group]
 
     def begin_step(self, slices: Iterable[Sequence[torch.Tensor]]) -> None:
         """A step begins; its slices have these parameters, in this order.
@@ -45,7 +52,8 @@ class OptimizerSlice:
         check_state_keys(self._optimizer)
         slices, num_groups = list(slices), len(self._optimizer.param_groups)
         if len(slices) > 1 and num_groups != self._num_tried:
-            Trial(self._optimizer, _step_in_slices).check(p for own in slices for p in own)
+            trial = Trial(self._optimizer, _step_in_slices)
+            self._keeps_places = trial.keeps_places(p for own in slices for p in own)
             self._num_tried = num_groups
 
     def step(
@@ -68,7 +76,7 @@ class OptimizerSlice:
         states: Mapping[torch.Tensor, State],
     ) -> dict[torch.Tensor, State]:
         """`step`, with other tensors in place of the parameters."""
-        part = self._twin(twins)
+        part = self._twin(twins, keeps_places=self._keeps_places)
         part.state.update({twins[param]: dict(state) for param, state in states.items()})
         self._prepare(part)
         unsliced = UnslicedState(part)
@@ -78,7 +86,7 @@ class OptimizerSlice:
         for index, own in enumerate(self._optimizer.param_groups):
             after = part.param_groups[index]
             # Some optimizers count no step of a group without parameters; a slice has few groups.
-            if after["params"] or not own["params"]:
+            if not own["params"] or not twins.keys().isdisjoint(own["params"]):
                 check_groups(part, self._groups_after.setdefault(index, after), after)
         return {p: part.state[one] for p, one in twins.items() if one in part.state}
 
@@ -86,20 +94,24 @@ class OptimizerSlice:
         self, params: Sequence[torch.Tensor], make: Callable[[torch.optim.Optimizer], None]
     ) -> dict[torch.Tensor, State]:
         """The states that a function makes for some parameters, in a twin with only these."""
-        part = self._twin({param: param for param in params})
+        part = self._twin({param: param for param in params}, keeps_places=False)
         make(part)
         return dict(part.state)
 
-    def _twin(self, twins: Mapping[torch.Tensor, torch.Tensor]) -> torch.optim.Optimizer:
+    def _twin(
+        self, twins: Mapping[torch.Tensor, torch.Tensor], *, keeps_places: bool
+    ) -> torch.optim.Optimizer:
         """The optimizer with these tensors as its parameters, and no states."""
         optimizer = self._optimizer
         part: torch.optim.Optimizer = object.__new__(type(optimizer))
         part.__dict__.update(optimizer.__dict__)
         part.__dict__.pop("step", None)  # an attribute of the instance: a scheduler's, or ours
-        part.param_groups = [
-            {**group, "params": [twins[p] for p in group["params"] if p in twins]}
-            for group in optimizer.param_groups
-        ]
+        device = next((one.device for one in twins.values()), None)
+        other = torch.nn.Parameter(torch.empty(0, device=device)) if keeps_places else None
+        part.param_groups = []
+        for group in optimizer.param_groups:
+            own = [twins.get(param, other) for param in group["params"]]
+            part.param_groups.append({**group, "params": [one for one in own if one is not None]})
         part.state = collections.defaultdict(dict)
         return part
 
@@ -135,10 +147,12 @@ class OptimizerSlice:
 
 
 def _step_in_slices(
-    optimizer: torch.optim.Optimizer, slices: Sequence[Sequence[torch.Tensor]]
+    optimizer: torch.optim.Optimizer,
+    slices: Sequence[Sequence[torch.Tensor]],
+    keeps_places: bool,
 ) -> None:
     """A whole step of an optimizer, all of whose parameters are in these slices."""
-    step = OptimizerSlice(optimizer)
+    step = OptimizerSlice(optimizer, keeps_places=keeps_places)
     for params in slices:
         own = {param: optimizer.state[param] for param in params if optimizer.state.get(param)}
         optimizer.state.update(step.step(params, own))

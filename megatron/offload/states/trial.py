@@ -41,8 +41,9 @@ _MOST_IN_VECTOR, _MOST_IN_DIMENSION, _MOST_NUMBERS = 4096, 64, 1 << 16
 _LEAST_LR = 1e-3  # a warm-up begins at 0, which would hide every difference
 _GRADIENTS = ("grad", "decoupled_grad")  # attributes of a parameter; the latter is Megatron's
 
-# Runs an optimizer's own step for slices of its parameters; `OptimizerSlice` implements it.
-Steps = Callable[[torch.optim.Optimizer, Sequence[Sequence[torch.Tensor]]], None]
+# Runs an optimizer's own step for slices of its parameters, which keep their places in groups or
+# do not; `OptimizerSlice` implements it.
+Steps = Callable[[torch.optim.Optimizer, Sequence[Sequence[torch.Tensor]], bool], None]
 
 
 class Trial:
@@ -57,8 +58,12 @@ class Trial:
         self._optimizer = optimizer
         self._steps = steps
 
-    def check(self, params: Iterable[torch.Tensor]) -> None:
+    def keeps_places(self, params: Iterable[torch.Tensor]) -> bool:
         """Tries the step with tensors like these parameters, as far as they have gradients.
+
+        Returns:
+            Whether the parameters of a slice keep their places in groups; if not, it takes slices
+            with only their own parameters to give the bits of the whole step.
 
         Raises:
             ConfigurationError: a slice updates a parameter differently than the whole step does.
@@ -66,8 +71,10 @@ class Trial:
         """
         chosen = list(self._chosen(params))
         if len(chosen) < 2:
-            return
+            return True
         try:
+            if self._is_same_in_places(chosen):
+                return True
             differs, is_random = self._compare(chosen)
         except OffloadError:
             raise
@@ -81,17 +88,26 @@ class Trial:
                 type(error).__name__,
                 str(error),
             )
-            return
+            return False
         if differs:
             what = (
                 "draws random numbers (for stochastic rounding, say), and these would go to other "
                 "parameters"
                 if is_random
                 else "updates a parameter otherwise where there are others (by a norm of all "
-                "gradients, say, or by a parameter's number in its group, as bitsandbytes does for "
-                "embeddings)"
+                "gradients, say)"
             )
             raise ConfigurationError(refusal(self._optimizer, what))
+        return False
+
+    def _is_same_in_places(self, params: Sequence[torch.Tensor]) -> bool:
+        """Whether slices that keep their places in groups give the bits of the whole step."""
+        together = self._run(params)
+        try:
+            in_places = self._run(params, in_slices=True, keeps_places=True)
+        except Exception:  # the step needs gradients of all, or makes states of empty parameters
+            return False
+        return _are_same(in_places, together)
 
     def _compare(self, params: Sequence[torch.Tensor]) -> tuple[bool, bool]:
         """Whether slices give other bits than the whole step, and whether another seed does."""
@@ -143,22 +159,28 @@ class Trial:
                 yield param
 
     def _run(
-        self, params: Sequence[torch.Tensor], *, in_slices: bool = False, seed: int = 0
+        self,
+        params: Sequence[torch.Tensor],
+        *,
+        in_slices: bool = False,
+        keeps_places: bool = False,
+        seed: int = 0,
     ) -> list[torch.Tensor]:
         """The bits of small tensors like these parameters, and of their states, after steps."""
         try:
-            return self._run_from({}, params, in_slices, seed)
+            return self._run_from({}, params, in_slices, keeps_places, seed)
         except OffloadError:
             raise
         except Exception:  # some optimizers, such as Adagrad, make their states before the step
             states = {param: self._states_like(param) for param in params}
-            return self._run_from(states, params, in_slices, seed)
+            return self._run_from(states, params, in_slices, keeps_places, seed)
 
     def _run_from(
         self,
         states: Mapping[torch.Tensor, dict[str, Any]],
         params: Sequence[torch.Tensor],
         in_slices: bool,
+        keeps_places: bool,
         seed: int,
     ) -> list[torch.Tensor]:
         numbers = torch.Generator().manual_seed(0)
@@ -171,7 +193,7 @@ class Trial:
                 slices = slices[::-1]  # as buckets do
                 for scale, (param, twin) in enumerate(twins.items(), start=1):
                     _give_gradient(twin, param, scale, numbers)
-                self._steps(optimizer, slices)
+                self._steps(optimizer, slices, keeps_places)
         return [one for twin in twins.values() for one in _results(twin, optimizer.state[twin])]
 
     def _states_like(self, param: torch.Tensor) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A timeline of a run's first steps for Perfetto or chrome://tracing: `Tracer`.
 
-The engine, `Writer`, `Reader` and the profiler add spans; the engine writes them to the file after
-each step. It decides nothing, and a step waits for it only to write the file. The format is
-Chrome's "JSON Array Format" (Google, "Trace Event Format"), which may end anywhere: what was
-written before a run died can be opened.
+The engine, `Writer`, `Reader`, `OnlyCopy` and the profiler add spans; the engine writes them to
+the file after each step. It decides nothing, and a step waits for it only to write the file. The
+format is Chrome's "JSON Array Format" (Google, "Trace Event Format"), which may end anywhere: what
+was written before a run died can be opened.
 """
 
 from __future__ import annotations

@@ -125,6 +125,7 @@ class Drive:
         self._purpose = purpose
         self.directory = file.directory
         self.health = Health.GOOD
+        self.lacks_room = False  # the last write found no room within the file
         self.statistics = TierStatistics()
         self.extents = ExtentAllocator(max(file.alignment.offset, FILE_BLOCK_BYTES))
         self._space = space
@@ -290,6 +291,7 @@ class Drive:
                 if self._checksum is not None:
                     extent.checksums.append(self._checksum(body))
                 offset += len(body)
+        self.lacks_room = False
 
     # Runs in an I/O thread.
     def _read(self, work: _Work) -> None:
@@ -378,7 +380,7 @@ class Drive:
             self._space_is_used_up = True
             logger.warning(
                 "%s%s: %s is used up; the file holds %s, and what does not fit goes to another "
-                "tier or stays in device memory",
+                "tier or stays in memory",
                 self._purpose.prefix,
                 self.directory,
                 self._purpose.flag("ssd-budget"),
@@ -389,11 +391,13 @@ class Drive:
         """A write has failed. File systems that copy on write may find only then that they are
         full.
 
-        A full drive is written to again, because other files may have been removed.
+        A full drive is written to again where no other has room, because other files may have been
+        removed.
         """
         with self._lock:
             self.statistics.failed_writes += 1
             if isinstance(error, OSError) and error.errno in _NO_ROOM:
+                self.lacks_room = True
                 if self.health is Health.GOOD:
                     self._become_full(str(error))
             elif self.health is not Health.FAILED:
@@ -404,7 +408,7 @@ class Drive:
         self.health = Health.FULL
         logger.warning(
             "%s%s is full (%s); its file holds %s, and what does not fit goes to another tier or "
-            "stays in device memory; nothing is lost",
+            "stays in memory; nothing is lost",
             self._purpose.prefix,
             self.directory,
             reason,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The file that a tier keeps its bytes in: `UnlinkedFile`.
 
-The SSD tier owns one. No name reaches the file (O_TMPFILE, or unlinked at once) and its mode is
+Each `Drive` owns one. No name reaches the file (O_TMPFILE, or unlinked at once) and its mode is
 0600: the kernel frees its space however the process ends, and no other user can open it. Reads and
 writes move whole ranges, however many bytes the kernel moves per call. A write that returns has
 reached the disk: bytes in the page cache would still take memory, and it reports no errors.

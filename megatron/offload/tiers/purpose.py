@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a tier is opened for, as its sentences say it: `Purpose`.
 
-Activations, optimizer states and parameters go to tiers of the same kinds, each with flags of their
-own. A warning must say which of them it is about, and which flag helps.
+Activations, optimizer states, parameters with their gradients, and features of frozen parts go to
+tiers of the same kinds, each with flags of their own. A warning must say which of them it is about,
+and which flag helps.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Purpose:
     in_pages: bool = False
 
     def flag(self, name: str) -> str:
-        """One of its flags: `dir`, `io`, `threads`, `ssd-budget` or `host-budget`."""
+        """One of its flags: `dir`, `io`, `threads`, `window`, `ssd-budget` or `host-budget`."""
         return self.flags + name
 
     @property

@@ -245,7 +245,16 @@ class SsdTier:
         if len(self.drives) == 1 and num_bytes:
             extent = self.drives[0].allocate(num_bytes)
             return None if extent is None else [extent]
-        drives = [drive for drive in self.drives if drive.health is not Health.FAILED]
+        healthy = [drive for drive in self.drives if drive.health is not Health.FAILED]
+        with_room = [drive for drive in healthy if not drive.lacks_room]
+        extents = self._striped(num_bytes, with_room)
+        if extents is None and len(with_room) < len(healthy):
+            extents = self._striped(num_bytes, healthy)
+        return extents
+
+    def _striped(self, num_bytes: int, drives: list[Drive]) -> list[Extent] | None:
+        """Extents on some of these drives; None: none has room."""
+        drives = drives.copy()
         while drives:
             lanes = [Lane(d.statistics.writes.bytes_per_s, d.queued_bytes) for d in drives]
             # In whole pages, so that extents can be mapped.

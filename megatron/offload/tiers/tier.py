@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A place outside device memory: the `Tier` protocol, and the `Block` that it hands out.
 
-`begin_*` methods return at once. The engine calls them; a tier does not know what it stores. A
-block is where a tier keeps the bytes of a storage; `str(block)` says where that is. A block that
-nothing refers to any more frees its space by itself, and a transfer under way refers to its block,
-so no space is reused while a transfer still uses it.
+`begin_*` methods return at once. `Writer`, `Reader` and `MovingStorage` call them; a tier does not
+know what it stores. A block is where a tier keeps the bytes of a storage; `str(block)` says where
+that is. A block that nothing refers to any more frees its space by itself, and a transfer under way
+refers to its block, so no space is reused while a transfer still uses it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One read or write under way: `Transfer`, and `when_all`, which makes one of several.
 
-Tiers return them; records and the prefetcher wait for them. A write runs piece by piece: between
+Tiers return them; records and `MovingStorage`s wait for them. A write runs piece by piece: between
 two pieces it can be cancelled, or wait while its thread does something else.
 """
 

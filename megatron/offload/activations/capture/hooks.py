@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an activation enters and where it comes back: `SavedTensorHooks.pack` and `unpack`.
+"""Where an activation enters and where it comes back: `SavedTensorHooks`.
 
-Autograd calls them: `pack` when it has saved a tensor, `unpack` when backward needs it. Both run in
-the thread of the operation. In between, the `Writer` writes the bytes to a tier and the `Reader`
+In a context autograd calls `pack` when it has saved a tensor; of a captured layer `find_move` and
+`take` do the same (`layer.py`). Autograd calls `unpack` when backward needs it. All run in the
+thread of the operation. In between, the `Writer` writes the bytes to a tier and the `Reader`
 reads them back.
 """
 

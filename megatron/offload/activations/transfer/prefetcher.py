@@ -33,9 +33,10 @@ class Prefetcher:
 
     The window holds one of the largest storages, which is read while backward works on the one
     before it (double buffering), and what turned out to be missing: if compute waited t seconds for
-    a read, a window that is larger by t times the read bandwidth would have had it in time. Waits
-    of up to `_TOLERATED_WAIT` do not count. Storages that pass without a read no longer count: the
-    logits, often the largest, are saved last and used when memory is scarcest.
+    a read, a window that is larger by t times the read bandwidth would have had it in time. One
+    wait doubles the window at most: a drive or a machine that stood still once says nothing of the
+    next read. Waits of up to `_TOLERATED_WAIT` do not count. Storages that pass without a read no
+    longer count: the logits, often the largest, are saved last and used when memory is scarcest.
 
     Attributes:
         is_held: whether nothing is read ahead for now; compute reads what it needs itself.
@@ -110,7 +111,7 @@ class Prefetcher:
         counted_s = max(seconds - self._tolerated_s, 0.0)
         self._tolerated_s = max(self._tolerated_s - seconds, 0.0)
         if self._has_used_one:
-            self._missing_bytes += counted_s * bytes_per_s
+            self._missing_bytes += min(counted_s * bytes_per_s, self.window_bytes)
 
     def advance(self) -> None:
         """Starts reads until the window is full; one storage always fits."""

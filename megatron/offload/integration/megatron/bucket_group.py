@@ -123,6 +123,23 @@ def forget_shards(groups: Sequence[Any]) -> None:
         group.cached_grad_buffer_shard_list = [None] * len(group.buckets)
 
 
+def count_anew(chunk: Any) -> None:
+    """Has DistributedDataParallel learn anew how often a step adds to each gradient.
+
+    It counts in its first step, and in later ones reduces a bucket as soon as it has counted as
+    many. A layer-major step adds to a parameter once for each unit that uses it.
+
+    Args:
+        chunk: a model chunk; nothing is done where it is not wrapped.
+    """
+    if not hasattr(chunk, "bucket_groups"):
+        return
+    for group in all_of(chunk, "bucket_groups"):
+        group.is_first_batch = True
+        group.golden_per_param_grad_ready_counts = {}
+        group.per_param_grad_ready_counts = {}
+
+
 def check_bucket(bucket: Any) -> None:
     """Raises ConfigurationError where gradients have another type than fp32."""
     if bucket.grad_data.dtype is not torch.float32:

@@ -223,7 +223,7 @@ def install(
             undo.pop_all()
             return offload
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        device = open_device(next(model_chunks[0].parameters()).device)
+        device = open_device(device_of(model_chunks))
 
         def planned() -> tuple[RankConsensus, Stage]:
             from megatron.offload.integration.megatron.process_groups import consensus_of, stage_of
@@ -356,6 +356,11 @@ def check_layers(config: OffloadConfig, settings: Any) -> None:
             raise ConfigurationError(
                 f"{flag} names layer {missing}; the model has {num_layers}, counted from 1"
             )
+
+
+def device_of(model_chunks: Sequence[torch.nn.Module]) -> torch.device:
+    """Where a rank's parameters are. A chunk may have none: `pipeline_model_parallel_layout`."""
+    return next(param.device for chunk in model_chunks for param in chunk.parameters())
 
 
 def _transformer_config(model_chunks: Sequence[torch.nn.Module]) -> Any:

@@ -45,7 +45,7 @@ def _names_cuda(device: Any) -> bool:
 class _CudaMeansCpu(TorchFunctionMode):
     """Rewrites `device="cuda"` to the CPU in every torch call of the thread that entered it.
 
-    Backward of a CPU graph runs in the calling thread, so recomputation is covered as well.
+    Backward of a CPU graph runs in the calling thread, so what is recomputed is covered as well.
     """
 
     def __torch_function__(
@@ -64,6 +64,15 @@ class _CudaMeansCpu(TorchFunctionMode):
             # The optimizers sort parameters by `type() == "torch.cuda.FloatTensor"` and the like.
             return func(*args).replace("torch.", "torch.cuda.", 1)
         return func(*args, **kwargs)
+
+
+_engine_run_backward = torch.autograd._engine_run_backward
+
+
+def _run_backward(*args: Any, **kwargs: Any) -> Any:
+    """Torch's own, with the mode: torch leaves it for the time of a call that the mode sees."""
+    with _CudaMeansCpu():
+        return _engine_run_backward(*args, **kwargs)
 
 
 # ------------------------------------------------------------------ streams and events
@@ -210,6 +219,13 @@ def _table() -> Iterable[Redirection]:
             ("reset_peak_memory_stats", _answer(None), memory),
             ("get_device_capability", _answer((8, 0)), "feature tests of fusions"),
         )
+    )
+    yield Redirection(
+        "torch.autograd",
+        "_engine_run_backward",
+        _run_backward,
+        "what is recomputed in torch's backward() names CUDA too; Megatron's own backward, which "
+        "interleaved and layer-major schedules do not use, needs none of this",
     )
     yield Redirection("torch.cuda.nvtx", "range_push", _answer(0), "profiling ranges")
     yield Redirection("torch.cuda.nvtx", "range_pop", _answer(0), "profiling ranges")

@@ -32,12 +32,12 @@ def set_python_of_datasets(datasets: Path) -> None:
     if is_made or not (datasets / "Makefile").is_file():
         return
     found = shutil.which(_PROGRAM)
-    if _suffix_of(found) == suffix:
+    if _suffix_of(found, datasets) == suffix:
         return
     # python3-config is beside the Python that a virtual environment was made with.
     folders = [str(Path(sys.executable).parent), str(Path(sys.base_prefix) / "bin")]
     path = os.pathsep.join([*folders, os.environ.get("PATH", "")])
-    if _suffix_of(shutil.which(_PROGRAM, path=path)) == suffix:
+    if _suffix_of(shutil.which(_PROGRAM, path=path), datasets) == suffix:
         os.environ["PATH"] = path
         _log.info(
             "Megatron-LM compiles a module of its data sets: PATH begins with %s now, as %s on it "
@@ -56,13 +56,19 @@ def set_python_of_datasets(datasets: Path) -> None:
     )
 
 
-def _suffix_of(program: str | None) -> str | None:
-    """What a python3-config says that modules are called; None: nothing."""
+def _suffix_of(program: str | None, folder: Path) -> str | None:
+    """What a python3-config says that modules are called; None: nothing.
+
+    Args:
+        program: where it is.
+        folder: in which make asks it: pyenv's answers as a `.python-version` above it says.
+    """
     if program is None:
         return None
     try:
         done = subprocess.run(
             [program, "--extension-suffix"],
+            cwd=folder,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

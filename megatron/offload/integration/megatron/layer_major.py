@@ -21,6 +21,7 @@ import torch
 from megatron.offload.activations.engine import OffloadEngine
 from megatron.offload.integration.engine_passes import EnginePasses
 from megatron.offload.integration.hook import Hook
+from megatron.offload.integration.megatron.bucket_group import count_anew
 from megatron.offload.integration.megatron.decorators import Function
 from megatron.offload.integration.megatron.refused import STEPS
 from megatron.offload.integration.open_parameters import unit_backward
@@ -88,6 +89,7 @@ class LayerMajorHooks:
         self._passes.around_backward = lambda unit, is_last: unit_backward(
             params.get(unit, ()), is_last=is_last
         )
+        count_anew(model)
         self._signature: inspect.Signature | None = None  # of Megatron's forward step
         # Of the step under way: forward steps, each with the list that it adds what it reports to.
         self._noted: list[tuple[Callable[[], Any], list[Any]]] = []
@@ -157,6 +159,7 @@ class LayerMajorHooks:
         """Takes the hooks off the layers."""
         while self._hooks:
             self._hooks.pop().remove()
+        count_anew(self._model)
 
     def _enter(self, layer: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         return self._schedule.enter_layer(layer, (args, kwargs))

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron.offload.errors import GRADIENTS_PREFIX, ConfigurationError
+from megatron.offload.errors import GRADIENTS_PREFIX, PARAMETERS_PREFIX, ConfigurationError
 from megatron.offload.integration.megatron import refused
 from megatron.offload.integration.megatron.bucket_gradients import BucketGradients
 from megatron.offload.integration.megatron.gathered_parameters import GatheredParameters
@@ -184,6 +184,8 @@ def offload_model_parameters(
 
     num_units = layer_major.num_units if layer_major is not None and layer_major.enabled else None
     layers = list(layer_names(model_chunks))
+    if not layers:
+        return _of_no_layers(settings)
     units = units_of(layers, num_units)
     if config.offloads_gradients:
         check_gradients(ddp_config, layer_major)
@@ -194,6 +196,20 @@ def offload_model_parameters(
         return ModelParameters(offload)
     params = [param for layer in layers for param in layer.parameters()]
     return ModelParameters(offload, [within(optimizer, "step", lambda: changing(params))])
+
+
+def _of_no_layers(settings: Any) -> ModelParameters:
+    """What a pipeline stage of the embedding or the loss alone has: all stays in memory.
+
+    Raises:
+        ConfigurationError: there are no other stages.
+    """
+    if settings.pipeline_model_parallel_size == 1:
+        raise ConfigurationError(
+            f"{PARAMETERS_PREFIX}the model has no TransformerBlock of megatron-core with layers, "
+            "whose parameters are what is offloaded; use --parameter-offload off"
+        )
+    return ModelParameters()
 
 
 def _by_units(

@@ -26,6 +26,7 @@ from megatron.offload.errors import ConfigurationError, OffloadError
 from megatron.offload.flag import did_you_mean
 from megatron.offload.integration.megatron import cpu_runtime, cpu_training_script
 from megatron.offload.integration.megatron.arguments import add_offload_arguments
+from megatron.offload.integration.megatron.connect import device_of
 from megatron.offload.integration.megatron.estimate import (
     activation_bytes,
     encoder_decoder_bytes,
@@ -212,7 +213,7 @@ class TrainingScript:
         self, request: _Request, model_chunks: Sequence[torch.nn.Module], optimizer: Any
     ) -> None:
         assert self._offload is not None
-        self._device = next(model_chunks[0].parameters()).device
+        self._device = device_of(model_chunks)
         if request.streams.activations.enabled:
             _check_blocks(model_chunks)
         self._offload.install(

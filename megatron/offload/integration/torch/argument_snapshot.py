@@ -20,7 +20,6 @@ a graph is never copied: a layer that changes that in place does not run again.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,9 +27,13 @@ from typing import Any
 import torch
 
 from megatron.offload.errors import ChangedInPlaceError, OffloadError
+from megatron.offload.integration.torch.noted_tensor import (
+    SMALL_BYTES,
+    NotedTensor,
+    is_strided,
+    nodes_before,
+)
 from megatron.offload.integration.torch.structures import Path, Structure, text_of
-
-_SMALL_BYTES = 1 << 16  # for a copy that may turn out not to be needed
 
 
 @dataclass
@@ -79,16 +82,16 @@ class ArgumentSnapshot:
         self._num_args, self._keys = len(args), list(kwargs)
         positions = [names[i] if i < len(names) else f"argument {i + 1}" for i in range(len(args))]
         self._given: list[Any] | None = [*args, *kwargs.values()]
-        self._tensors: dict[int, _Tensor] = {}  # by their addresses
+        self._tensors: dict[int, NotedTensor] = {}  # by their addresses
         named = zip([*positions, *self._keys], self._given, strict=True)
         self._structure = Structure(named, self._noted)
 
     def _noted(self, tensor: torch.Tensor, path: Path, is_inside: bool) -> Any:
         one = self._tensors.get(id(tensor))
         if one is None:
-            one = self._tensors[id(tensor)] = _Tensor(tensor, path)
-            if self._copies and not one.has_graph and _is_strided(tensor):
-                is_small = tensor.nbytes <= _SMALL_BYTES
+            one = self._tensors[id(tensor)] = NotedTensor(tensor, path)
+            if self._copies and not one.has_graph and is_strided(tensor):
+                is_small = tensor.nbytes <= SMALL_BYTES
                 if path in self._changes.copied or (is_small and not self._changes.is_known):
                     one.copy = tensor.detach().clone()
         one.is_inside = one.is_inside or is_inside
@@ -163,7 +166,7 @@ class ArgumentSnapshot:
                     "a copy, or do not recompute it"
                 )
         of_others = [one for one in self._tensors.values() if one.is_inside and one.has_graph]
-        used = _nodes_before(self._begin, results) if of_others else set()
+        used = nodes_before(self._begin, results) if of_others else set()
         for one in self._tensors.values():
             one.settle(used)
         # A checkpoint has the rest, and perhaps it is to leave memory.
@@ -185,7 +188,7 @@ class ArgumentSnapshot:
         }
 
         def tensor_of(value: Any) -> Any:
-            if not isinstance(value, _Tensor):
+            if not isinstance(value, NotedTensor):
                 return value
             return copies[id(value)] if id(value) in copies else value.present()
 
@@ -209,79 +212,3 @@ class _Given:
 
     def __init__(self, number: int) -> None:
         self.number = number
-
-
-class _Tensor:
-    """A tensor among the arguments of a call, and the bytes that it had then."""
-
-    def __init__(self, tensor: torch.Tensor, path: Path) -> None:
-        self.path = path
-        self.has_graph = tensor.requires_grad
-        self.is_inside = False  # a container or an object that may change
-        self.is_held = False  # here, until the layer runs again
-        self.copy: torch.Tensor | None = None
-        self.is_gone = False
-        self._version = _version(tensor)
-        self._strong: torch.Tensor | None = tensor
-        self._weak = weakref.ref(tensor)
-        self._shape: torch.Tensor | None = None
-
-    @property
-    def was_changed(self) -> bool:
-        """Whether it is there and no longer as it was."""
-        tensor = self._weak()
-        return tensor is not None and _version(tensor) != self._version
-
-    def settle(self, used: set[Any]) -> None:
-        """The layer has run: holds what a second run needs.
-
-        Args:
-            used: nodes of others that lead to what it has computed.
-        """
-        tensor, self._strong = self._strong, None
-        assert tensor is not None
-        if self.was_changed:
-            return
-        self.copy = None
-        if not self.is_held:
-            return
-        if tensor.grad_fn is None or tensor.grad_fn in used or not _is_strided(tensor):
-            self._strong = tensor
-        if _is_strided(tensor):
-            self._shape = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
-            ).requires_grad_(self.has_graph)
-
-    def present(self) -> torch.Tensor:
-        """It, or one without bytes."""
-        tensor = self._weak()
-        if tensor is not None and (self._shape is None or not self.was_changed):
-            return tensor
-        self.is_gone = True
-        assert self._shape is not None
-        return self._shape
-
-
-def _is_strided(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _nodes_before(begin: int, results: Iterable[torch.Tensor]) -> set[Any]:
-    """The nodes that those made since `begin` lead to, by autograd's numbers."""
-    left: list[Any] = [one.grad_fn for one in results]
-    seen: set[Any] = {None}
-    before: set[Any] = set()
-    while left:
-        node = left.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node._sequence_nr() < begin:
-            before.add(node)
-        else:
-            left += [following for following, _ in node.next_functions]
-    return before

@@ -4,26 +4,58 @@
 Note [What changes before backward]
 A layer runs again in backward, and by then others may have changed its modules: `functional_call`
 has put the model's own parameters back, `eval()` has been called, another adapter is active, its
-parameters are frozen, hooks that were there for one forward pass are gone. So all of that is kept,
-whether the first run has changed it or not. A tensor that is a plain attribute is kept only if the
-first run has changed it: FSDP gathers such ones anew, and they are large.
+parameters are frozen, hooks that were there for one forward pass are gone, the model has set
+another condition for its next pass, or has taken it away. So all of that is kept, whether the first
+run has changed it or not. Tensors are held as those among arguments are: Note [Tensors among
+arguments]. Not held are parameters and views of them: FSDP gathers such ones anew, and they are
+large.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import types
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from megatron.offload.errors import ChangedInPlaceError, OffloadError
+from megatron.offload.integration.torch.noted_tensor import (
+    NotedTensor,
+    is_strided,
+    nodes_before,
+)
 
 # Torch's own, and what is in the place of the layer's forward while it runs.
 _OF_EACH_MODULE = {*vars(torch.nn.Module()), "forward", "_compiled_call_impl"} - {"training"}
 _HOOKS = tuple(name for name in vars(torch.nn.Module()) if name.startswith("_forward_"))
 _KEEPS_VIEWS = "FullyShardedDataParallel"  # FSDP1: attributes are views of what it gathers
-_SMALL_BYTES = 1 << 16  # of a tensor that is copied because it may be changed in place
-_ABSENT = object()
+_ABSENT: Any = object()
 _CONTAINERS = (list, dict, set)
+_NO_OBJECTS = (torch.nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType)
+_WITH_STATES_OF_THEIR_OWN = ("torch", "deepspeed")  # packages that gather parameters
+
+
+@dataclass
+class ChangedAttributes:
+    """Which tensors the calls of a layer have been seen to change in place in its modules.
+
+    Attributes:
+        is_known: whether a call has been seen.
+        copied: names of those without a graph: later calls copy them.
+        refused: names of those with a graph: the layer cannot run again.
+    """
+
+    is_known: bool = False
+    copied: set[str] = field(default_factory=set)
+    refused: set[str] = field(default_factory=set)
+
+    @property
+    def sentence(self) -> str:
+        """What keeps the layer from running again; empty: nothing does."""
+        return f"changes its attribute {min(self.refused)} in place" if self.refused else ""
 
 
 class AttributeSnapshot:
@@ -31,22 +63,31 @@ class AttributeSnapshot:
 
     A layer counts its calls, keeps a state for the next call, appends to a list of its own. So a
     forward that runs again finds all of that as the first one did, and leaves it as the first one
-    did. It looks at plain attributes, at what lists, dicts and sets among them hold, and at small
-    tensors without a graph, which may be changed in place; at parameters, whether they want a
-    gradient, and at hooks of forward. `BufferSnapshot` has the buffers. See Note [What changes
-    before backward].
+    did. It looks at plain attributes, at those of objects among them, at what lists, dicts and sets
+    among these hold, and at tensors there, which may be changed in place; at parameters, whether
+    they want a gradient, and at hooks of forward. `BufferSnapshot` has the buffers. See Note [What
+    changes before backward].
+
+    Args:
+        layer: it.
+        changes: of its earlier calls.
+        copies: whether it is to run again. Else this only sees what it changes.
     """
 
-    def __init__(self, layer: torch.nn.Module) -> None:
+    def __init__(
+        self, layer: torch.nn.Module, changes: ChangedAttributes, *, copies: bool = True
+    ) -> None:
+        self._changes, self._copies = changes, copies
+        self._begin: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        self._noted: dict[int, NotedTensor] = {}  # by the addresses of tensors
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []  # and what they were
         self._containers: list[tuple[Any, Any]] = []  # and what was in them
-        self._tensors: list[tuple[dict[str, Any], str, int, torch.Tensor]] = []
         self._of_torch: list[tuple[Any, Any]] = []  # hooks and parameters, and what was in them
         self._wants_gradient: list[tuple[torch.Tensor, bool]] = []
+        seen: set[int] = set()
         for module in _modules(layer):
             attributes = vars(module)
-            before = {name: one for name, one in attributes.items() if name not in _OF_EACH_MODULE}
-            self._attributes.append((attributes, before))
+            self._note(attributes, seen)
             parameters = module._parameters
             if parameters and type(parameters) is dict:  # DeepSpeed's dict gathers what is read
                 self._of_torch.append((parameters, parameters.copy()))
@@ -55,55 +96,149 @@ class AttributeSnapshot:
                 ]
             if module is not layer:  # it is the layer's forward that runs again
                 self._of_torch += [(own, own.copy()) for one in _HOOKS if (own := attributes[one])]
-            for name, value in before.items():
-                if isinstance(value, _CONTAINERS):
-                    self._containers.append((value, value.copy()))
-                elif isinstance(value, torch.Tensor) and _may_be_changed(value):
-                    self._tensors.append((attributes, name, value._version, value.clone()))
 
-    def keep_changed(self) -> None:
-        """That forward has ended: lets go of tensors that it has left alone."""
-        self._attributes = [(now, _kept(now, before)) for now, before in self._attributes]
-        self._containers = [
-            (now, before)
-            for now, before in self._containers
-            if not _has_tensors(before) or not _holds_the_same(now, before)
+    def _note(self, owner: dict[str, Any], seen: set[int] | None) -> None:
+        """Notes attributes of a module, or of an object that a module has.
+
+        Args:
+            owner: has them.
+            seen: addresses of objects that are noted; None: `owner` is one of these.
+        """
+        before: dict[str, Any] = {}
+        for name, value in owner.items():
+            if name in _OF_EACH_MODULE:
+                continue
+            if isinstance(value, torch.Tensor):
+                if not _is_of_parameter(value):
+                    before[name] = self._noted_as(value, name)
+                continue
+            before[name] = value
+            if isinstance(value, _CONTAINERS):
+                content = self._content(value, name)
+                if content is not None:
+                    self._containers.append((value, content))
+            elif seen is not None and id(value) not in seen and (own := _attributes_of(value)):
+                seen.add(id(value))
+                self._note(own, None)
+        self._attributes.append((owner, before))
+
+    def _content(self, container: Any, name: str) -> Any:
+        """What is in a container; None: parameters are."""
+        values = list(container.values() if isinstance(container, dict) else container)
+        if not any(isinstance(one, torch.Tensor) for one in values):
+            return container.copy()
+        if any(isinstance(one, torch.Tensor) and _is_of_parameter(one) for one in values):
+            return None
+        values = [
+            self._noted_as(one, name) if isinstance(one, torch.Tensor) else one for one in values
         ]
-        self._tensors = [
-            (owner, name, version, copy)
-            for owner, name, version, copy in self._tensors
-            if isinstance(now := owner.get(name), torch.Tensor) and now._version != version
-        ]
+        if isinstance(container, dict):
+            return dict(zip(container, values, strict=True))
+        return values
+
+    def _noted_as(self, tensor: torch.Tensor, name: str) -> NotedTensor:
+        one = self._noted.get(id(tensor))
+        if one is None:
+            one = self._noted[id(tensor)] = NotedTensor(tensor, name)
+            one.is_held = True
+            # The first call shows which are changed; until it ends there are copies of all.
+            may_change = not self._changes.is_known or name in self._changes.copied
+            is_plain = is_strided(tensor) and not tensor.is_inference()
+            if self._copies and may_change and is_plain and not one.has_graph:
+                one.copy = tensor.detach().clone()
+        return one
+
+    # -- After its forward ----------------------------------------------------------------------
+
+    def keep_changed(self, results: Iterable[torch.Tensor] = ()) -> None:
+        """That forward has ended: holds no more than what a second one needs.
+
+        Args:
+            results: tensors that the layer has computed.
+
+        Raises:
+            ChangedInPlaceError: it cannot run again as it is to.
+        """
+        changes, noted = self._changes, self._noted.values()
+        changes.is_known = True
+        changed = [one for one in noted if one.was_changed]
+        for one in changed:
+            (changes.refused if one.has_graph else changes.copied).add(one.path)
+        if not self._copies:
+            return
+        for one in changed:
+            if one.copy is None:
+                raise ChangedInPlaceError(
+                    f"a layer that is to be recomputed has changed its attribute {one.path} in "
+                    "place, and needs it as it was; have the layer put a new tensor there, or do "
+                    "not recompute it"
+                )
+        used = nodes_before(self._begin, results) if any(one.has_graph for one in noted) else set()
+        for one in noted:
+            one.settle(used)
+        for now, before in self._attributes:
+            added = {name for name in now if name not in before and name not in _OF_EACH_MODULE}
+            before.update(
+                {
+                    name: _ABSENT
+                    for name in added
+                    if not (isinstance(now[name], torch.Tensor) and _is_of_parameter(now[name]))
+                }
+            )
+
+    # -- When it runs again ---------------------------------------------------------------------
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """A context in which the layer has what it had before."""
-        others = [*self._of_torch, *self._containers]
-        changed = [(one, before) for one, before in others if not _holds_the_same(one, before)]
+        """A context in which the layer has what it had before.
+
+        Raises:
+            ChangedInPlaceError: the layer has failed, and a tensor that it had is no longer there.
+        """
+        copies = {id(one): one.copy.clone() for one in self._noted.values() if one.copy is not None}
+
+        def found(value: Any) -> Any:
+            if not isinstance(value, NotedTensor):
+                return value
+            return copies[id(value)] if id(value) in copies else value.present()
+
+        contents = [(one, _each(content, found)) for one, content in self._containers]
+        contents += self._of_torch
+        changed = [(one, before) for one, before in contents if not _holds_the_same(one, before)]
         containers = [(one, one.copy()) for one, _ in changed]
-        differing = [(now, _differing(now, before)) for now, before in self._attributes]
+        differing = [(now, _differing(now, _each(all_, found))) for now, all_ in self._attributes]
         attributes = [
             (now, {name: now.get(name, _ABSENT) for name in before}) for now, before in differing
         ]
-        tensors = [(owner, {name: owner.get(name, _ABSENT)}) for owner, name, *_ in self._tensors]
         frozen = [one for one in self._wants_gradient if one[0].requires_grad is not one[1]]
         for container, before in changed:
             _fill(container, before)
-        for owner, name, _, copy in self._tensors:
-            owner[name] = copy.clone()
         for now, before in differing:
             _set(now, before)
         for parameter, wanted in frozen:
             parameter.requires_grad_(wanted)
         try:
             yield
+        except (RuntimeError, NotImplementedError) as error:
+            self._explain(error)
+            raise
         finally:
-            for now, present in (*attributes, *tensors):
+            for now, present in attributes:
                 _set(now, present)
             for container, content in containers:
                 _fill(container, content)
             for parameter, wanted in frozen:
                 parameter.requires_grad_(not wanted)
+
+    def _explain(self, error: Exception) -> None:
+        """Raises an error that says more, if the layer may have used a tensor without bytes."""
+        gone = [one.path for one in self._noted.values() if one.is_gone]
+        if gone and not isinstance(error, OffloadError):
+            raise ChangedInPlaceError(
+                f"a layer could not run again ({error}); among the attributes of its modules are "
+                f"tensors that are gone or were changed in place since, such as {gone[0]}: leave "
+                "them as they are until backward, or do not recompute the layer"
+            ) from error
 
 
 def _modules(layer: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -117,35 +252,29 @@ def _modules(layer: torch.nn.Module) -> Iterator[torch.nn.Module]:
             found += module.children()
 
 
-def _may_be_changed(tensor: torch.Tensor) -> bool:
-    return (
-        not tensor.requires_grad
-        and not tensor.is_inference()
-        and tensor.layout is torch.strided
-        and tensor.nbytes <= _SMALL_BYTES
-    )
+def _attributes_of(value: Any) -> dict[str, Any] | None:
+    """Those of an object that holds what a layer is to do: a configuration, a processor."""
+    if isinstance(value, _NO_OBJECTS):
+        return None
+    if type(value).__module__.partition(".")[0] in _WITH_STATES_OF_THEIR_OWN:
+        return None
+    own = getattr(value, "__dict__", None)
+    return own if type(own) is dict else None
 
 
-def _kept(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """What those attributes were, but for tensors that are the same now."""
-    kept = {
-        name: value
-        for name, value in before.items()
-        if not isinstance(value, torch.Tensor) or now.get(name, _ABSENT) is not value
-    }
-    for name in now:
-        if name not in before and name not in _OF_EACH_MODULE:
-            kept[name] = _ABSENT
-    return kept
+def _is_of_parameter(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter)
+
+
+def _each(values: Any, function: Any) -> Any:
+    """A container with what the function makes of each value of it."""
+    if isinstance(values, dict):
+        return {name: function(value) for name, value in values.items()}
+    return type(values)(map(function, values))
 
 
 def _differing(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     return {name: one for name, one in before.items() if now.get(name, _ABSENT) is not one}
-
-
-def _has_tensors(container: Any) -> bool:
-    values = container.values() if isinstance(container, dict) else container
-    return any(isinstance(one, torch.Tensor) for one in values)
 
 
 def _set(attributes: dict[str, Any], values: dict[str, Any]) -> None:
@@ -163,7 +292,7 @@ def _holds_the_same(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return all(key in other and other[key] is value for key, value in one.items())
     if isinstance(one, set):
-        return bool(one == other)
+        return bool(one == set(other))
     return all(mine is theirs for mine, theirs in zip(one, other, strict=True))
 
 

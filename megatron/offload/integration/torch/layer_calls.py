@@ -38,11 +38,14 @@ from megatron.offload.activations.saved.scope import (
 )
 from megatron.offload.integration.own_attributes import replaced
 from megatron.offload.integration.torch.argument_snapshot import ArgumentSnapshot, Changes
-from megatron.offload.integration.torch.attribute_snapshot import AttributeSnapshot
+from megatron.offload.integration.torch.attribute_snapshot import (
+    AttributeSnapshot,
+    ChangedAttributes,
+)
 from megatron.offload.integration.torch.buffer_snapshot import BufferSnapshot
 from megatron.offload.integration.torch.module_hooks import is_compiled
 from megatron.offload.integration.torch.passes import Passes, computed_in, tensors_in
-from megatron.offload.integration.torch.surroundings import attention_kernels
+from megatron.offload.integration.torch.surroundings import attention_kernels, computed_weights
 from megatron.offload.layer_major.other_numbers import OtherNumbers
 from megatron.offload.planner.profile.profiler import Profiler
 from megatron.offload.planner.profile.timings import LayerTimings
@@ -80,8 +83,11 @@ class LayerCalls:
         self._has_warned_of: set[torch.nn.Module] = set()  # why they are not recomputed
         self._timings: LayerTimings | None = None  # of it
         self._watched: ArgumentSnapshot | None = None  # its arguments, where it is measured
+        self._watched_attributes: AttributeSnapshot | None = None
         self._changes: collections.defaultdict[torch.nn.Module, Changes]
         self._changes = collections.defaultdict(Changes)
+        self._changed: collections.defaultdict[torch.nn.Module, ChangedAttributes]
+        self._changed = collections.defaultdict(ChangedAttributes)
         self._contexts = contextlib.ExitStack()  # around it, or around what runs after it
 
     def connect(self, passes: Passes, engine: OffloadEngine, profiler: Profiler | None) -> None:
@@ -126,6 +132,8 @@ class LayerCalls:
 
     def begin(self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A layer is called."""
+        if layer not in self._names:  # Note [Copied attributes] in `module_hooks.py`
+            return
         engine = self._engine
         if engine is None:
             self._early = layer
@@ -154,6 +162,9 @@ class LayerCalls:
             self._timings = self._profiler.begin_layer(scope, inputs, recomputes=self._recomputes)
             if self._timings is not None and not self._recomputes:
                 self._watched = self._noted(layer, args, kwargs, copies=False)
+                self._watched_attributes = AttributeSnapshot(
+                    layer, self._changed[layer], copies=False
+                )
 
     def end(self, layer: torch.nn.Module, result: Any) -> None:
         """The call of a layer has ended, with its result or None."""
@@ -165,9 +176,11 @@ class LayerCalls:
     def _end(self, result: Any) -> None:
         assert self._engine is not None
         if self._watched is not None and self._layer is not None and self._timings is not None:
+            assert self._watched_attributes is not None
             self._watched.end(())
+            self._watched_attributes.keep_changed()
             self._learn(self._layer, self._timings)
-        self._layer = self._timings = self._watched = None
+        self._layer = self._timings = self._watched = self._watched_attributes = None
         if self._profiler is not None:
             self._profiler.end_layer(list(tensors_in(result)))
         self._enter(self._engine, name_after(self._engine.scope.layer))
@@ -217,7 +230,7 @@ class LayerCalls:
 
     def _learn(self, layer: torch.nn.Module, timings: LayerTimings) -> None:
         """A measured layer has run: plans do not recompute what would not run as before."""
-        reason = self._changes[layer].sentence
+        reason = self._changes[layer].sentence or self._changed[layer].sentence
         if reason or others_take_what_is_saved():
             timings.can_be_recomputed = False
         if reason and layer not in self._has_warned_of:
@@ -274,20 +287,21 @@ class LayerCalls:
         if self._timings is not None and self._profiler is not None:
             noted = functools.partial(self._profiler.recomputation, self._timings, WHOLE_LAYER)
         buffers = BufferSnapshot(self._layer)
-        attributes = AttributeSnapshot(self._layer)
+        attributes = AttributeSnapshot(self._layer, self._changed[self._layer])
         numbers = _NumberSnapshot([*self._layer.modules(), *tree_leaves((args, kwargs))])
-        kernels = attention_kernels()
+        kernels, weights = attention_kernels(), computed_weights()
 
         def contexts() -> tuple[_Context, _Context]:
-            restored = buffers.restored, attributes.restored, numbers.restored, kernels
+            restored = buffers.restored, attributes.restored, numbers.restored, kernels, weights
             return contextlib.nullcontext(), _Recomputations(noted, *restored)
 
         run = functools.partial(arguments.run, forward)
         passed, in_names = arguments.passed()
         result = checkpoint(run, *passed, use_reentrant=False, context_fn=contexts, **in_names)
-        arguments.end(computed_in(result))
+        computed = list(computed_in(result))
+        arguments.end(computed)
         buffers.keep_changed()
-        attributes.keep_changed()
+        attributes.keep_changed(computed)
         numbers.keep_changed()
         return result
 

@@ -13,11 +13,18 @@ it.
 Note [Layers that are graphs]
 A graph leaves the hooks of a layer out, also where the graph is that layer (`Module.compile`). Such
 a layer is called through `_CallOfGraph`, in the same attribute.
+
+Note [Copied attributes]
+Libraries for meta-learning (learn2learn) copy a module by giving a new one a copy of its `__dict__`
+and parameters of its own. That one shares our hooks and our call, and has to compute with what it
+has itself. What it saves moves; it is none of the layers.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,6 +33,7 @@ from megatron.offload.integration.hook import LeftOutOfGraphs, OutsideOfGraphs, 
 from megatron.offload.integration.own_attributes import put
 
 _CALL = "_compiled_call_impl"  # an attribute of each module
+_CALL_OF_TORCH = torch.nn.Module._wrapped_call_impl.__code__  # looks it up
 
 
 class ModuleHooks:
@@ -152,13 +160,30 @@ class _Call:
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._called()
         try:
-            return (self._inner or self.module._call_impl)(*args, **kwargs)
+            return (self._inner or module._call_impl)(*args, **kwargs)
         except Exception:
             raise
         except BaseException:
-            self._end(self.module, None)
+            self._end(module, None)
             raise
+
+    def _called(self) -> Any:
+        """The module that torch calls: it, or a copy of its attributes (Note [Copied attributes]).
+
+        torch does not hand it over, so its frame has to show it.
+        """
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code is not _CALL_OF_TORCH:
+            frame = frame.f_back
+        called = self.module if frame is None else frame.f_locals["self"]
+        call = vars(called).get(_CALL)
+        while isinstance(call, _Call):
+            if call is self:
+                return called
+            call = call._inner
+        return self.module
 
 
 class _CallOfGraph(_Call):

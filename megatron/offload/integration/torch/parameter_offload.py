@@ -208,7 +208,7 @@ class ParameterOffload:
                 NaN for good.
 
         Raises:
-            LostStateError: some could not be read back.
+            LostStateError: some could not be read back. They are NaN: do not save the model.
         """
         while self._undo:
             self._undo.pop()()

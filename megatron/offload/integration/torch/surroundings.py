@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrize
 
 
 def can_hook() -> bool:
@@ -58,6 +59,23 @@ def attention_kernels() -> Callable[[], contextlib.AbstractContextManager[None]]
 
 def _allowed() -> list[SDPBackend]:
     return [kernel for kernel, is_enabled in _KERNELS.items() if is_enabled()]
+
+
+def computed_weights() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Makes contexts that have the weights of now which `parametrize.cached` has computed."""
+    state: Any = parametrize
+    enabled, weights = state._cache_enabled, dict(state._cache)
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        present = state._cache_enabled, state._cache
+        state._cache_enabled, state._cache = enabled, dict(weights)
+        try:
+            yield
+        finally:
+            state._cache_enabled, state._cache = present
+
+    return context
 
 
 _CALL = torch.nn.Module._call_impl.__code__

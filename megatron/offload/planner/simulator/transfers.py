@@ -285,17 +285,22 @@ def stop_reading_ahead(state: Row) -> None:
 
 
 @compiled
+def _window_bytes(state: Row, pieces: Rows) -> float:
+    """How many bytes ahead backward reads, once it has used a piece."""
+    largest = state.largest_bytes
+    if state.next_ahead >= state.last_ahead:
+        largest = max(largest, pieces[state.next_ahead].largest_bytes)
+    return min(largest + state.missing_bytes, state.in_flight_limit_bytes)
+
+
+@compiled
 def _read_ahead(state: Row, pieces: Rows, channels: Rows, log: Rows) -> None:
     """Brings pieces back until the window is full; one always fits."""
     while state.next_ahead >= state.last_ahead:
         piece = state.next_ahead
         where, size = pieces[piece].state, pieces[piece].size_bytes
         if where in (QUEUED, WRITING, ON_TIER):
-            window = 0.0
-            if state.has_used != 0:
-                largest = max(pieces[piece].largest_bytes, state.largest_bytes)
-                wanted = largest + state.missing_bytes
-                window = min(wanted, state.in_flight_limit_bytes)
+            window = _window_bytes(state, pieces) if state.has_used != 0 else 0.0
             if state.ahead_bytes > 0 and state.ahead_bytes + size > window:
                 return
             state.ahead_bytes += size
@@ -338,7 +343,8 @@ def use(state: Row, pieces: Rows, channels: Rows, launched: Rows, log: Rows, pie
     counted_s = max(waited_s - state.tolerated_s, 0.0)
     state.tolerated_s = max(state.tolerated_s - waited_s, 0.0)
     if state.has_used != 0:
-        state.missing_bytes += counted_s * channels[reads].bytes_per_s
+        missing = counted_s * channels[reads].bytes_per_s
+        state.missing_bytes += min(missing, _window_bytes(state, pieces))
     state.has_used = 1
     if pieces[piece].is_ahead != 0:
         state.ahead_bytes -= pieces[piece].size_bytes
