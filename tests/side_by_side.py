@@ -11,6 +11,7 @@ Exit code: 0 if all tests passed, 5 if none was selected, 1 otherwise.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -36,6 +37,7 @@ PARTS = (
 ENDS_ITS_PROCESS = "lag/a-z"
 NONE_SELECTED = 5
 _POLL_S = 0.1
+_END_S = 30.0
 
 
 def files_of(part: str) -> list[str]:
@@ -68,12 +70,14 @@ class Process:
         self._folder = folder
         command = [sys.executable, "-m", "tests.side_by_side", "--parts-in", str(folder), *flags]
         self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, text=True)
+        self._is_idle = True
 
     def run(self, part: str) -> tuple[int, str]:
         """Pytest's exit code, or that of a process that has died, and what it wrote."""
         here = self._folder / part.replace("/", " ")
         here.mkdir()
         (here / "output").touch()
+        self._is_idle = False
         assert self._process.stdin is not None
         self._process.stdin.write(f"{part}\n")
         self._process.stdin.flush()
@@ -83,6 +87,7 @@ class Process:
             time.sleep(_POLL_S)
         output = (here / "output").read_text(errors="replace")
         if (here / "status").exists():
+            self._is_idle = True
             return int((here / "status").read_text()), output
         assert has_died
         code = self._process.returncode
@@ -95,8 +100,13 @@ class Process:
         return self._process.poll() is None
 
     def end(self) -> None:
-        """Ends it, with the part that it runs."""
-        self._process.terminate()
+        """Lets it end, with what it does then; in the middle of a part it is killed."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S if self._is_idle else 0)
+        self._process.kill()
         self._process.wait()
 
 

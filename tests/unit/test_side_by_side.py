@@ -34,7 +34,7 @@ def test_a_process_runs_part_after_part(tmp_path: Path) -> None:
         assert " deselected" in output
     assert process.is_running()
     process.end()
-    assert not process.is_running()
+    assert process._process.returncode == 0  # not killed: pytest unlocks its folders at the end
 
 
 @pytest.mark.parametrize(
