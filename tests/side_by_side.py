@@ -155,9 +155,12 @@ class Run:
             for thread in threads:
                 thread.join()
         finally:
-            self._has_ended = True
+            with self._lock:
+                self._has_ended = True
             for process in self._processes:
                 process.end()
+            for thread in threads:
+                thread.join()
         if len(self._statuses) < len(PARTS):  # -x, or a thread of ours ended in an error
             return 1
         if set(self._statuses) == {NONE_SELECTED}:
