@@ -15,6 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+)
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.offload import OffloadConfig
@@ -124,6 +130,7 @@ class Case:
             window.use(0, 1)  # ends `expose`
             found = {**self._found(parameters, window, training), "unread": sorted(unread)}
         tensors |= read_and_load(training, window)
+        tensors |= go_back(training)
         end()
         training.step(num_steps)
         return Result(
@@ -181,6 +188,58 @@ def read_and_load(training: Training, window: ParameterWindow | None) -> dict[st
                 window.use(number, 1)
     training.chunks[0].start_param_sync()  # outside of any step
     return found
+
+
+@torch.no_grad()
+def go_back(training: Training) -> dict[str, torch.Tensor]:
+    """Weights after a step, and a checkpoint of before, which is read into what is in memory.
+
+    As megatron-core reads one: into the tensors that it describes, then the model takes them, then
+    the optimizer. Steps are counted on.
+    """
+    (optimizer,) = training.optimizer.chained_optimizers
+    model: Any = training.chunks[0]
+    while hasattr(model, "module"):
+        model = model.module
+    metadata = {
+        "distrib_optim_sharding_type": "dp_reshardable",
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+
+    def described(is_loading: bool) -> tuple[Any, Any, list[Any]]:
+        weights = model.sharded_state_dict(metadata=metadata)
+        state = optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
+        found = [one for part in (weights, state) for one in nested_values(part)]
+        return weights, state, [one for one in found if isinstance(one, ShardedTensor)]
+
+    saved = [one.data.clone() for one in described(False)[2]]
+    with torch.enable_grad():
+        training.step(NUM_STEPS["fp16"] + 1)
+    weights, state, tensors = described(True)
+    for one, value in zip(tensors, saved, strict=True):
+        one.data.copy_(value)
+    weights, state = _data_of(weights), _data_of(state["param_state"])
+    model.load_state_dict(weights)
+    of_params = optimizer.optimizer.state.values()
+    steps = [one.pop("step") for one in of_params]  # no checkpoint has them, see `optimizer.py`
+    optimizer.load_parameter_state_from_dp_reshardable(state)
+    for one, step in zip(of_params, steps, strict=True):
+        one["step"] = step
+    training.chunks[0].start_param_sync()
+    return {f"{name} gone back": p.detach().clone() for name, p in model.named_parameters()}
+
+
+def _data_of(content: Any) -> Any:
+    """A state with tensors in the place of what describes them."""
+    if isinstance(content, dict):
+        return {name: _data_of(one) for name, one in content.items()}
+    if isinstance(content, list):
+        return [_data_of(one) for one in content]
+    if isinstance(content, LocalNonpersistentObject):
+        return content.unwrap()
+    if isinstance(content, ShardedTensor):
+        return content.data.detach()
+    return content.data if isinstance(content, ShardedObject) else content
 
 
 def note_unread(window: ParameterWindow, unread: set[int]) -> None:

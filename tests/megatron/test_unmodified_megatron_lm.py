@@ -121,8 +121,7 @@ def test_auto_plans_after_the_first_steps_and_changes_no_bit(runs: Runs, layout:
     assert "activation plan of stage 0" in auto.output
 
 
-# Interleaved, Megatron-LM itself makes a mask on a CUDA device when it recomputes.
-@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+@pytest.mark.parametrize("layout", ["tensor", "pipeline", "interleaved"])
 def test_the_inputs_of_full_recomputation_move_and_change_no_bit(runs: Runs, layout: str) -> None:
     off, ssd = runs(layout, "off"), runs(layout, "ssd", FULL)
     assert ssd.losses() == off.losses()

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
 from megatron.offload.device.cuda import has_cuda
@@ -64,9 +65,6 @@ class _CudaMeansCpu(TorchFunctionMode):
             # The optimizers sort parameters by `type() == "torch.cuda.FloatTensor"` and the like.
             return func(*args).replace("torch.", "torch.cuda.", 1)
         return func(*args, **kwargs)
-
-
-_engine_run_backward = torch.autograd._engine_run_backward
 
 
 def _run_backward(*args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from megatron.offload.integration.megatron.scaling import scale_in_place
 from megatron.offload.integration.megatron.unit_steps import check_steps_by_units, step_by_units
 from megatron.offload.integration.megatron.versions import check_version
 from megatron.offload.integration.open_parameters import changing
-from megatron.offload.integration.own_attributes import beginning_with, within
+from megatron.offload.integration.own_attributes import beginning_with, put, within
 from megatron.offload.integration.torch.parameter_offload import ParameterOffload
 from megatron.offload.layer_major.config import LayerMajorConfig
 from megatron.offload.layer_major.units import units_of
@@ -248,7 +249,41 @@ def _by_units(
         undo += [] if updates_by_units else [step_by_units(one)]
         shown = beginning_with(offload.expose)
         undo += [within(one, name, shown) for name in (*READING, *LOADING)]
+        undo.append(_read_beside(one, parts))
     return ModelParameters(offload, undo, gathered.restore if gathered is not None else _nothing)
+
+
+def _read_beside(optimizer: Any, parts: Mapping[torch.Tensor, Part]) -> Callable[[], None]:
+    """Has a checkpoint be read into new memory where Megatron would have it read into shards.
+
+    Megatron copies what was read to the optimizer once the model's parameters are loaded. These
+    move then, unit by unit, and what a shard has shown before is no longer its memory.
+
+    Args:
+        optimizer: Megatron's.
+        parts: this rank's shards, by the model's parameters.
+
+    Returns:
+        A function that undoes it.
+    """
+    build = optimizer.sharded_state_dict
+    signature = inspect.signature(build)
+
+    @functools.wraps(build)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        from megatron.core.dist_checkpointing.dict_utils import nested_values
+        from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+        found = build(*args, **kwargs)
+        if signature.bind(*args, **kwargs).arguments.get("is_loading"):
+            shown = {part.tensor.data_ptr() for part in parts.values()}
+            tensors = [one for one in nested_values(found) if isinstance(one, ShardedTensor)]
+            for one in tensors:
+                if one.data is not None and one.data.data_ptr() in shown:
+                    one.data = torch.empty_like(one.data)
+        return found
+
+    return put(optimizer, "sharded_state_dict", call)
 
 
 def _gradient_bytes(
