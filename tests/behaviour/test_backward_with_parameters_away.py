@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,69 @@ def assert_gradients_of(model: Net, number: int) -> None:
     model(batch(number)).backward()
     for one, param in zip(found, model.parameters(), strict=True):
         assert one is not None and param.grad is not None and torch.equal(one, param.grad)
+
+
+class Keeping(torch.nn.Module):
+    """A layer with a loss of its own, as routers of experts have."""
+
+    own_loss: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
+        self.outer = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.inner(x)
+        self.own_loss = inner.square().sum()
+        return x + self.outer(inner)
+
+
+def with_own_losses(directory: Path | None, *, alone: bool) -> list[torch.Tensor | None]:
+    torch.manual_seed(3)
+    layers = torch.nn.Sequential(*(Keeping() for _ in range(4)))
+    with contextlib.ExitStack() as stack:
+        if directory is not None:
+            stack.enter_context(offload_parameters(layers, directory))
+        loss = layers(torch.randn(4, 8)).square().sum()
+        own = [one.own_loss for one in layers]
+        (own[1] if alone else loss + sum(own)).backward()
+    return [one.grad for one in layers.parameters()]
+
+
+def test_layers_may_have_losses_of_their_own(tmp_path: Path) -> None:
+    expected = with_own_losses(None, alone=False)
+    assert all(map(torch.equal, with_own_losses(tmp_path, alone=False), expected))
+
+
+def test_a_backward_pass_of_no_result_of_a_layer_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OffloadError, match="did not come from a result of their layer"):
+        with_own_losses(tmp_path, alone=True)
+
+
+def test_a_penalty_on_weights_may_have_a_backward_pass_of_its_own(tmp_path: Path) -> None:
+    model = Net()
+    with offload_parameters(model, tmp_path):
+        for number in range(2):
+            model.zero_grad()
+            loss = model(batch(number))
+            sum(one.square().sum() for one in model.parameters()).backward()
+            loss.backward()
+    found = [one.grad for one in model.parameters()]
+    model.zero_grad()
+    loss = model(batch(1))
+    sum(one.square().sum() for one in model.parameters()).backward()
+    loss.backward()
+    assert all(map(torch.equal, found, (one.grad for one in model.parameters())))
+
+
+def test_gradients_that_are_nan_by_themselves_are_no_error(tmp_path: Path) -> None:
+    model = Net()
+    with offload_parameters(model, tmp_path):
+        (model(batch(0)) * float("nan")).backward()
+        model.zero_grad()
+        model(batch(1)).backward()
+    assert_gradients_of(model, 1)
 
 
 def test_gradients_of_gradients_are_refused(tmp_path: Path) -> None:

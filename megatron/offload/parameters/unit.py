@@ -90,6 +90,8 @@ class ParameterUnit(MovingStorage):
         self._places = ParameterPlaces(self.params, own_parts, away)
         self._homes = [param.device for param in self.params]
         self._has_had_backward = False  # since the last look at what others have changed
+        self.told_of = -1  # the backward pass that a layer was told of last
+        self.was_shown = False  # since then: a graph may have what was shown
         # A graph of before has no hook that brings the unit; so its backward pass is an error.
         torch.autograd.graph.increment_version(list(params))
         self._take_memory([param.detach() for param in self.params])
@@ -142,6 +144,8 @@ class ParameterUnit(MovingStorage):
     def note_backward(self) -> None:
         """A backward pass computes with it; see Note [Hooks of gradients]."""
         self._has_had_backward = True
+        self.told_of = torch._C._current_graph_task_id()
+        self.was_shown = False
 
     def set_aside(self) -> None:
         """No layer computes with the parameters for now: a use of one is noticed."""
@@ -164,6 +168,7 @@ class ParameterUnit(MovingStorage):
         Raises:
             OSError: the tier cannot show them, or has other bytes.
         """
+        self.was_shown = True
         if self._places.is_replaced:  # replaced while it was away
             self.adopt()
         if self.where is not Where.ON_TIER or not can_take_place(self._device.device, "cpu"):

@@ -27,6 +27,7 @@ from megatron.offload.integration.torch.ranks import local_world_size
 from megatron.offload.integration.torch.refusals import check_models, check_not_graphed
 from megatron.offload.integration.torch.saved_weights import SavedWeights
 from megatron.offload.integration.torch.surroundings import EndOfBackward
+from megatron.offload.integration.torch.untold_backward import check_gradients
 from megatron.offload.keywords import ParameterMode, ParameterSettings
 from megatron.offload.layer_major.config import LayerMajorConfig
 from megatron.offload.layer_major.units import units_of
@@ -122,7 +123,7 @@ class ParameterOffload:
             raise
         end_of_backward = EndOfBackward(window.set_aside)
         steps = OptimizerSteps(window)
-        self._undo.append(steps.close)
+        self._undo += [steps.close, *check_gradients(window.units)]
         for layer, number in layers.items():
             self._hook(layer, number, steps, end_of_backward)
 
@@ -204,8 +205,7 @@ class ParameterOffload:
         """Leaves the model as it was.
 
         Args:
-            restore: brings all parameters back to memory before; without, those that are away stay
-                NaN for good.
+            restore: brings all back to memory before; without, those that are away stay NaN.
 
         Raises:
             LostStateError: some could not be read back. They are NaN: do not save the model.
