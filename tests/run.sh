@@ -47,47 +47,56 @@ check() {
     fi
 }
 
-# All tests, in the background, with all other checks around them; what they write comes behind those. One
-# process more than there are cores: many tests wait, for a disk or for a thread. A file is run by one of
-# them, so what its tests share is made once. The test accelerator, once loaded, is torch's for the rest of
-# a process: tests/lag has its own.
-begin_tests() {
-    local run=("$PYTHON" -m pytest --durations=10) one
-    tests_output="$(mktemp)" lag_output="$(mktemp)" tests_began=$SECONDS lag_pid=''
-    for one in "$@"; do
-        if [[ "$one" != -* && -e "${one%%::*}" ]]; then # these alone, in one process
-            "${run[@]}" "$@" >"$tests_output" 2>&1 &
-            tests_pid=$!
-            trap 'kill "$tests_pid" 2>/dev/null' INT EXIT # in the background it does not hear Ctrl-C
-            return
-        fi
-    done
-    "${run[@]}" tests/lag "$@" >"$lag_output" 2>&1 &
-    lag_pid=$!
-    "${run[@]}" --numprocesses="$(nproc)" --dist=loadfile --ignore=tests/lag "$@" >"$tests_output" 2>&1 &
-    tests_pid=$!
-    trap 'kill "$lag_pid" "$tests_pid" 2>/dev/null' INT EXIT
-}
-
-tests() {
-    local status=0 lag_status=5 line
-    started=$tests_began # check's: they are as old
-    tail --lines=+1 --follow --pid="$tests_pid" "$tests_output"
-    wait "$tests_pid" || status=$?
-    if [[ -n "$lag_pid" ]]; then
-        wait "$lag_pid" && lag_status=0 || lag_status=$?
-        printf '\n-- tests/lag\n'
-        cat "$lag_output"
-    fi
-    trap - INT EXIT
+note_failures() {
+    local status="$1" output="$2" line
     while IFS= read -r line; do
         failures+=("$line")
-    done < <(grep -hE '^(FAILED|ERROR) ' "$tests_output" "$lag_output")
-    rm "$tests_output" "$lag_output"
-    if ((status == 0 || status == 5)); then # 5: no test was selected
-        status=$((lag_status == 5 ? status : lag_status == 0 ? 0 : lag_status))
+    done < <(grep -E '^(FAILED|ERROR) ' "$output")
+    if ((status > 128)); then
+        failures+=("signal $((status - 128)) ended pytest: $(tail -n 1 "$output")")
     fi
-    return "$status"
+}
+
+# Two processes side by side, on a core each: most of the tests that train, with all other checks around
+# them, and in the background all other tests, whose output comes when they have ended. Where the alphabet
+# is cut, both take about as long; with --slow it is the trainings that take longer, so tests/unit is with
+# the others then.
+run=("$PYTHON" -m pytest --durations=10)
+trainings_status=0 others_status=0
+
+begin_others() {
+    local others=(--ignore=tests/unit)
+    if [[ " $* " == *" --slow "* || " $* " == *" --rare "* ]]; then others=(); fi
+    others_output="$(mktemp)"
+    "${run[@]}" "$@" "${others[@]}" --ignore-glob='tests/megatron/test_[a-q]*' \
+        --ignore-glob='tests/integrations/test_[a-s]*' --ignore-glob='tests/integrations/test_t[a-n]*' \
+        --ignore-glob='tests/integrations/test_torch_d*' >"$others_output" 2>&1 &
+    others_pid=$!
+    trap 'kill "$others_pid" 2>/dev/null' INT EXIT # in the background it does not hear Ctrl-C
+}
+
+trainings() {
+    local trains=() output
+    if [[ " $* " == *" --slow "* || " $* " == *" --rare "* ]]; then trains=(--ignore=tests/unit); fi
+    output="$(mktemp)"
+    "${run[@]}" "$@" "${trains[@]}" --ignore=tests/autograd --ignore=tests/behaviour --ignore=tests/frozen \
+        --ignore=tests/lag --ignore-glob='tests/megatron/test_[r-z]*' \
+        --ignore-glob='tests/integrations/test_t[p-z]*' --ignore-glob='tests/integrations/test_[u-z]*' \
+        --ignore-glob='tests/integrations/test_torch_[!d]*' | tee "$output" ||
+        trainings_status=${PIPESTATUS[0]}
+    note_failures "$trainings_status" "$output"
+    rm "$output"
+    return $((trainings_status == 5 ? 0 : trainings_status)) # 5: no test was selected
+}
+
+others() {
+    wait "$others_pid" || others_status=$?
+    trap - INT EXIT
+    cat "$others_output"
+    note_failures "$others_status" "$others_output"
+    rm "$others_output"
+    # That no test was selected is an error only if both say so.
+    return $((others_status == 5 && trainings_status != 5 ? 0 : others_status))
 }
 
 # What meets the inner side of PyTorch, which differs between releases: in one process.
@@ -129,13 +138,14 @@ else
     echo "tests: no hadolint beside $PYTHON; the Dockerfile is not checked"
 fi
 wait "$compiling" "$building" || true # the tests would say what is wrong
-begin_tests "$@"
+begin_others "$@"
 if "$PYTHON" -c 'import torch, sys; sys.exit("torch==" + torch.__version__.split("+")[0] not in open(sys.argv[1]).read().split())' \
     tools/constraints.txt; then
     check types "$PYTHON" -m mypy megatron/offload
 else
     echo "tests: types are checked with the PyTorch of tools/constraints.txt alone; others describe themselves otherwise"
 fi
+check trainings trainings "$@"
 if [[ "$has_next" == false ]]; then
     printf '\ntests: nothing was run with %s, as --next does\n' "$(grep '^torch==' tools/constraints-next.txt)"
 elif bootstrap_next; then
@@ -143,7 +153,7 @@ elif bootstrap_next; then
 else
     echo "tests: nothing was run with $(grep '^torch==' tools/constraints-next.txt), which is not installed"
 fi
-check tests tests
+check others others
 
 printf '\n'
 printf '%s\n' "${durations[@]}"

@@ -405,7 +405,9 @@ class ParameterWindow:
                 self._bring(unit)
                 unit.give_back()
             except LostStateError as one:
-                error = LostStateError(f"{one}; they are NaN from now on: do not save the model")
+                error = error or LostStateError(
+                    f"{one}; what is lost is NaN from now on: do not save the model"
+                )
         for unit in self.units:
             unit.give_up()
         self._when_dropped.detach()

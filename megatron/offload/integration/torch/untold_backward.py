@@ -8,6 +8,7 @@ output) does not, and computes with NaN, which is all that there is while weight
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 
 import torch
@@ -32,14 +33,16 @@ def check_gradients(units: Iterable[ParameterUnit]) -> list[Callable[[], None]]:
 
 
 class _Check:
-    """A hook of a parameter that has just got a gradient."""
+    """A hook of a parameter that has just got a gradient. It does not keep a dropped unit alive."""
 
     def __init__(self, unit: ParameterUnit) -> None:
-        self._unit = unit
+        self._unit = weakref.ref(unit)
 
     def __call__(self, param: torch.Tensor) -> None:
-        unit = self._unit
-        if unit.where is Where.IN_MEMORY or unit.told_of == torch._C._current_graph_task_id():
+        unit = self._unit()
+        if unit is None or unit.where is Where.IN_MEMORY:
+            return
+        if unit.told_of == torch._C._current_graph_task_id():
             return
         # What was shown may be in a graph by itself, as a penalty on weights is.
         if not unit.was_shown or (param.grad is not None and bool(param.grad.isnan().any())):
