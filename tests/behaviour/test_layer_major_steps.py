@@ -160,9 +160,13 @@ class Outcome:
             assert torch.equal(self.weights[name], other.weights[name]), name
 
 
-@functools.cache
 def usual(kind: Callable[[], torch.nn.Module], num_steps: int = 3) -> Outcome:
-    """Of such a model, in steps that run one micro-batch after the other."""
+    """Of such a model, in steps that run one micro-batch after the other, by as many threads."""
+    return _usual(kind, num_steps, torch.get_num_threads())
+
+
+@functools.cache
+def _usual(kind: Callable[[], torch.nn.Module], num_steps: int, _num_threads: int) -> Outcome:
     model = kind()
     return Outcome(model, functools.partial(one_by_one, model), num_steps)
 
@@ -208,7 +212,7 @@ def test_all_bits_of_a_larger_step_are_the_same(
     for name, number in {"LAYERS": 16, "MICRO_BATCHES": 8}.items():
         monkeypatch.setattr(sys.modules[__name__], name, number)
     model = Language()
-    expected = usual.__wrapped__(Language)
+    expected = _usual.__wrapped__(Language, 3, torch.get_num_threads())
     with offload_activations(model, tmp_path, min_bytes=1) as offload:
         Outcome(model, unit_by_unit(model, 8, offload=offload)).assert_is(expected)
 
