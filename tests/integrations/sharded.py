@@ -108,6 +108,7 @@ def autocasting(model: Any, batch: Any) -> torch.Tensor:
         return model(**batch).loss
 
 
+RECOMPUTED = {"recompute_layers": "all", "recompute_input": "ssd"}
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 SETTINGS: dict[str, dict[str, Any]] = {
     "ddp": {"wrap": ddp},
@@ -132,6 +133,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fsdp2, auto": {"wrap": fsdp2(), "mode": "auto"},
     "fsdp1": {"wrap": fsdp1(use_orig_params=True)},
     "fsdp1, flat parameters": {"wrap": fsdp1(use_orig_params=False)},
+    "fsdp1, recomputed": {"wrap": fsdp1(use_orig_params=True), **RECOMPUTED},
+    "fsdp1, flat parameters, recomputed": {"wrap": fsdp1(use_orig_params=False), **RECOMPUTED},
+    "fsdp2, recomputed": {"wrap": fsdp2(), **RECOMPUTED},
     "tensor parallel": {"wrap": tensor_parallel},
 }
 

@@ -33,10 +33,13 @@ SETTINGS = [
     "fsdp2, auto",
     "fsdp1",
     "fsdp1, flat parameters",
+    "fsdp1, recomputed",
+    "fsdp1, flat parameters, recomputed",
+    "fsdp2, recomputed",
     "tensor parallel",
 ]
 # What moves of the model is what moves of it without sharding.
-NOT_AS_ALONE = ("autocast", "bf16", "checkpointed", "auto", "tensor parallel")
+NOT_AS_ALONE = ("autocast", "bf16", "checkpointed", "recomputed", "auto", "tensor parallel")
 AS_ALONE = [name for name in SETTINGS if not name.endswith(NOT_AS_ALONE)]
 
 
