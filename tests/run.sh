@@ -59,13 +59,13 @@ note_failures() {
 
 # Two processes side by side, on a core each: most of the tests that train, with all other checks around
 # them, and in the background all other tests, whose output comes when they have ended. Where the alphabet
-# is cut, both take about as long; with --slow it is the trainings that take longer, so tests/unit is with
-# the others then.
+# is cut, both take about as long; with --slow it is the trainings that take longer, so tests/unit and
+# tests/frozen are with the others then.
 run=("$PYTHON" -m pytest --durations=10)
 trainings_status=0 others_status=0
 
 begin_others() {
-    local others=(--ignore=tests/unit)
+    local others=(--ignore=tests/unit --ignore=tests/frozen)
     if [[ " $* " == *" --slow "* || " $* " == *" --rare "* ]]; then others=(); fi
     others_output="$(mktemp)"
     "${run[@]}" "$@" "${others[@]}" --ignore-glob='tests/megatron/test_[a-q]*' \
@@ -77,9 +77,9 @@ begin_others() {
 
 trainings() {
     local trains=() output
-    if [[ " $* " == *" --slow "* || " $* " == *" --rare "* ]]; then trains=(--ignore=tests/unit); fi
+    if [[ " $* " == *" --slow "* || " $* " == *" --rare "* ]]; then trains=(--ignore=tests/unit --ignore=tests/frozen); fi
     output="$(mktemp)"
-    "${run[@]}" "$@" "${trains[@]}" --ignore=tests/autograd --ignore=tests/behaviour --ignore=tests/frozen \
+    "${run[@]}" "$@" "${trains[@]}" --ignore=tests/autograd --ignore=tests/behaviour \
         --ignore=tests/lag --ignore-glob='tests/megatron/test_[r-z]*' \
         --ignore-glob='tests/integrations/test_t[p-z]*' --ignore-glob='tests/integrations/test_[u-z]*' \
         --ignore-glob='tests/integrations/test_torch_[!d]*' | tee "$output" ||
