@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-SMALL_BYTES = 1 << 16  # for a copy that may turn out not to be needed
-
 
 class NotedTensor:
     """A tensor that a layer finds, and the bytes that it had then.
