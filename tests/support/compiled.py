@@ -87,7 +87,9 @@ _MOST_STEPS = 5
 
 
 @functools.cache
-def _alone(backend: str, kind: Callable[[], torch.nn.Module]) -> list[torch.Tensor]:
+def _alone(
+    backend: str, kind: Callable[[], torch.nn.Module], _num_threads: int
+) -> list[torch.Tensor]:
     return trained(None, backend, kind=kind, lengths=(32,) * _MOST_STEPS)[0]
 
 
@@ -96,12 +98,13 @@ def without_offload(
     backend: str = "aot_eager",
     kind: Callable[[], torch.nn.Module] = Stack,
 ) -> Trained:
-    """What `trained` comes to without offload in the first steps, of one training a session.
+    """What `trained` comes to without offload in the first steps, by as many threads.
 
-    All compiled graphs are forgotten. Steps do not change weights: fewer of them come to the same.
+    It trains once a session. All compiled graphs are forgotten. Steps do not change weights: fewer
+    of them come to the same.
     """
     torch.compiler.reset()
-    results = _alone(backend, kind)
+    results = _alone(backend, kind, torch.get_num_threads())
     torch.compiler.reset()
     return results[: num_steps * len(results) // _MOST_STEPS], []
 
