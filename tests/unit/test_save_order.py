@@ -185,7 +185,7 @@ def test_the_read_ahead_hears_of_the_first_use_and_whenever_half_of_the_window_w
     prefetcher.start(on_save_order(records))
     prefetcher.advance()
     # 100 bytes of 200: two of the small ones, then the large one, then one by one.
-    assert uses(prefetcher, records) == [True, *[False, True] * 3, True, True, True, False, False]
+    assert uses(prefetcher, records) == [True, *[False, True] * 3, *[True] * 4, False]
 
 
 def test_a_storage_used_more_than_once_counts_once() -> None:

@@ -31,12 +31,12 @@ _TOLERATED_WAIT = 0.01
 class Prefetcher:
     """Keeps a window of restored bytes ahead of the backward pass.
 
-    The window holds one of the largest storages, which is read while backward works on the one
-    before it (double buffering), and what turned out to be missing: if compute waited t seconds for
-    a read, a window that is larger by t times the read bandwidth would have had it in time. One
-    wait doubles the window at most: a drive or a machine that stood still once says nothing of the
-    next read. Waits of up to `_TOLERATED_WAIT` do not count. Storages that pass without a read no
-    longer count: the logits, often the largest, are saved last and used when memory is scarcest.
+    The window holds the largest storage that is still to be read, which is read while backward
+    works on the one before it (double buffering), and what turned out to be missing: if compute
+    waited t seconds for a read, a window that is larger by t times the read bandwidth would have
+    had it in time. One wait doubles the window at most: a drive or a machine that stood still once
+    says nothing of the next read. Waits of up to `_TOLERATED_WAIT` do not count. What has been
+    passed does not count: the logits, often the largest, are saved last and used first.
 
     Attributes:
         is_held: whether nothing is read ahead for now; compute reads what it needs itself.
@@ -60,7 +60,6 @@ class Prefetcher:
         self._began_s = 0.0  # when the backward pass began
         self._pass_s = 0.0  # how long the previous one took
         self._tolerated_s = 0.0  # how long this one may still wait
-        self._largest_read_bytes = 0  # of this save order
         self._has_used_one = False  # of this save order
         # Bytes that were read, or are being read, and not used yet. An entry leaves when its record
         # is used or dies, whichever comes first; its bytes are in `_left` until `advance` runs.
@@ -79,7 +78,6 @@ class Prefetcher:
             self._missing_bytes *= _FORGETTING
             self._began_s = time.perf_counter()
             self._tolerated_s = _TOLERATED_WAIT * self._pass_s
-            self._largest_read_bytes = 0
             self._save_order = save_order
 
     def stop(self) -> None:
@@ -104,14 +102,11 @@ class Prefetcher:
         """Compute had to wait for the storage that it is about to use.
 
         The first one of a backward pass does not count: no window would have helped. Neither does
-        a wait in forward, for a comparison.
+        a wait in forward, for a comparison. In both cases there is no window yet.
         """
-        if self._save_order is None:
-            return
         counted_s = max(seconds - self._tolerated_s, 0.0)
         self._tolerated_s = max(self._tolerated_s - seconds, 0.0)
-        if self._has_used_one:
-            self._missing_bytes += min(counted_s * bytes_per_s, self.window_bytes)
+        self._missing_bytes += min(counted_s * bytes_per_s, self.window_bytes)
 
     def advance(self) -> None:
         """Starts reads until the window is full; one storage always fits."""
@@ -143,12 +138,8 @@ class Prefetcher:
         save_order = self._save_order
         if save_order is None or not self._has_used_one:
             return 0
-        wanted_bytes = self._largest_bytes(save_order) + self._missing_bytes
+        wanted_bytes = save_order.largest_bytes + self._missing_bytes
         return min(wanted_bytes, self._budget.limit_bytes)
-
-    def _largest_bytes(self, save_order: SaveOrder) -> int:
-        """Of the storages that were read, and those still to come."""
-        return max(save_order.largest_bytes, self._largest_read_bytes)
 
     def _begin(self, record: SavedStorage) -> None:
         """Reads a record, or keeps it in memory if its write has not ended."""
@@ -162,7 +153,6 @@ class Prefetcher:
             is_ahead = record.cancel_write() is not None
             if not is_ahead:
                 is_ahead = self._begin_read(record, self._num_begun)
-                self._largest_read_bytes = max(self._largest_read_bytes, record.num_bytes)
         except BaseException:
             self._save_order = None  # e.g. out of memory; compute reads what it needs itself
             raise

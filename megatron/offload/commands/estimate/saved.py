@@ -84,7 +84,6 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         self._leaving: collections.deque[weakref.ref[SavedStorage]] = collections.deque()
         self._leaving_bytes = 0
         self._order: list[weakref.ref[SavedStorage]] = []
-        self._largest_read_bytes = 0
         self._ahead: dict[int, int] = {}  # read and not used, by record
 
     def enter(self, layer: str) -> None:
@@ -233,7 +232,6 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
     def _restored(self, record: SavedStorage) -> torch.UntypedStorage:
         memory = record.cancel_write()
         if memory is None:
-            self._largest_read_bytes = max(self._largest_read_bytes, record.saved_bytes)
             made = torch.empty(record.saved_bytes, dtype=torch.uint8, device=_META)
             self._live.change_kind(made, Kind.SAVED)
             memory = made.untyped_storage()
@@ -255,9 +253,8 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
             self._order.pop()
 
     def _window_bytes(self) -> int:
-        """One of the largest storages, without what needed no read (the logits as a rule)."""
-        to_come = [one.saved_bytes for weak in self._order if (one := weak()) is not None]
-        return max([self._largest_read_bytes, *to_come])
+        """As `Prefetcher.window_bytes`, of a pass that never waits."""
+        return max(one.saved_bytes for weak in self._order if (one := weak()) is not None)
 
 
 class _Finder(RecipeFinder):

@@ -26,7 +26,6 @@ STEP = np.dtype(
         ("written_bytes", np.float64),
         ("read_bytes", np.float64),
         ("ahead_bytes", np.float64),  # read ahead and not used yet
-        ("largest_bytes", np.float64),  # of the pieces that this backward pass has read
         ("missing_bytes", np.float64),  # by which the read-ahead proved too small
         ("backward_s", np.float64),  # of a pass without waits, mean of all
         ("tolerated_s", np.float64),  # is left of what the backward pass may wait

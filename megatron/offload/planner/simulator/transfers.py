@@ -274,7 +274,6 @@ def prefetch(
     state.missing_bytes *= _FORGETTING
     state.tolerated_s = _TOLERATED_WAIT * state.backward_s
     state.last_ahead, state.next_ahead = first, end - 1
-    state.largest_bytes = 0.0
     _read_ahead(state, pieces, channels, log)
 
 
@@ -286,10 +285,11 @@ def stop_reading_ahead(state: Row) -> None:
 
 @compiled
 def _window_bytes(state: Row, pieces: Rows) -> float:
-    """How many bytes ahead backward reads, once it has used a piece."""
-    largest = state.largest_bytes
-    if state.next_ahead >= state.last_ahead:
-        largest = max(largest, pieces[state.next_ahead].largest_bytes)
+    """How many bytes ahead backward reads: none until it has used a piece."""
+    if state.has_used == 0:
+        return 0.0
+    is_more = state.next_ahead >= state.last_ahead
+    largest = pieces[state.next_ahead].largest_bytes if is_more else 0.0
     return min(largest + state.missing_bytes, state.in_flight_limit_bytes)
 
 
@@ -300,14 +300,13 @@ def _read_ahead(state: Row, pieces: Rows, channels: Rows, log: Rows) -> None:
         piece = state.next_ahead
         where, size = pieces[piece].state, pieces[piece].size_bytes
         if where in (QUEUED, WRITING, ON_TIER):
-            window = _window_bytes(state, pieces) if state.has_used != 0 else 0.0
+            window = _window_bytes(state, pieces)
             if state.ahead_bytes > 0 and state.ahead_bytes + size > window:
                 return
             state.ahead_bytes += size
             pieces[piece].is_ahead = 1
             note(state, log, READ_AHEAD, state.now_s, size, pieces[piece].layer)
             if _take_back(state, pieces, channels, log, piece):
-                state.largest_bytes = max(state.largest_bytes, size)
                 reads = channels.shape[0] // 2 + pieces[piece].tier
                 _append(pieces, channels, reads, piece)
         state.next_ahead -= 1
@@ -342,9 +341,8 @@ def use(state: Row, pieces: Rows, channels: Rows, launched: Rows, log: Rows, pie
         note(state, log, WAIT_FOR_READ, began, state.now_s, tier)
     counted_s = max(waited_s - state.tolerated_s, 0.0)
     state.tolerated_s = max(state.tolerated_s - waited_s, 0.0)
-    if state.has_used != 0:
-        missing = counted_s * channels[reads].bytes_per_s
-        state.missing_bytes += min(missing, _window_bytes(state, pieces))
+    missing = counted_s * channels[reads].bytes_per_s
+    state.missing_bytes += min(missing, _window_bytes(state, pieces))
     state.has_used = 1
     if pieces[piece].is_ahead != 0:
         state.ahead_bytes -= pieces[piece].size_bytes
