@@ -17,6 +17,7 @@ from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.hook import Hook
 from megatron.offload.integration.own_attributes import put
 from megatron.offload.integration.pending_logits import PendingLogits
+from megatron.offload.integration.replaced_forwards import InPlaceOf
 
 
 class OutputHead:
@@ -56,7 +57,7 @@ class OutputHead:
     def connect(self) -> None:
         """Takes the place."""
         self._forward: Any = self._layer.forward
-        self._put_back = put(self._layer, "forward", Hook(self.project, self._forward))
+        self._put_back = put(self._layer, "forward", InPlaceOf(self._layer, self.project))
         begin, end = Hook(self._begin), Hook(self._end)
         self._hooks = [
             self._model.register_forward_pre_hook(begin, with_kwargs=True),
