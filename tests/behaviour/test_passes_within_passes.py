@@ -142,6 +142,8 @@ def test_a_gradient_with_a_graph_is_refused_where_weights_come_layer_by_layer(
     made = MODELS["inside"]()
     for layer in made:
         layer.with_graph = True  # type: ignore[assignment]
-    with moving("parameters", made, torch.optim.SGD(made.parameters()), tmp_path):
-        with pytest.raises(OffloadError, match="backward pass with create_graph=True"):
-            made(torch.randn(4, HIDDEN))
+    with (
+        moving("parameters", made, torch.optim.SGD(made.parameters()), tmp_path),
+        pytest.raises(OffloadError, match="backward pass with create_graph=True"),
+    ):
+        made(torch.randn(4, HIDDEN))

@@ -114,7 +114,7 @@ def clone_of(module: torch.nn.Module, weights: dict[int, torch.Tensor]) -> torch
     """A module with a copy of the attributes of another, and weights of its own with a graph."""
     clone = module.__new__(type(module))
     clone.__dict__ = {**vars(module)}
-    own = {name: weights[id(one)] for name, one in module._parameters.items() if one is not None}
+    own = {k: None if one is None else weights[id(one)] for k, one in module._parameters.items()}
     clone.__dict__["_parameters"] = own
     inner = {name: clone_of(one, weights) for name, one in module._modules.items() if one}
     clone.__dict__["_modules"] = inner

@@ -92,6 +92,8 @@ class OutputHead:
         raise ConfigurationError(f"{self.switch} does not fit: {reason}. Drop {self.switch}")
 
     def _begin(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if model is not self._model:  # a copy of its attributes, whose output layer is its own
+            return
         # Not bound to the signature: a trainer's own forward takes more than the model's.
         self._given = dict(zip(self._parameters, args, strict=False)) | kwargs
         self._loss_follows = self.follows(self._given)

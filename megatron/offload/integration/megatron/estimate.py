@@ -196,8 +196,8 @@ def activation_bytes(
     of_chunks = []
     for layers in _layers_of_chunks(settings, stage):
         recomputed = _num_recomputed(settings, layers)
-        saved = (layers - recomputed) * layer_bytes(settings, tokens)
-        of_chunks.append(saved + _inputs_bytes(settings, recomputed, tokens))
+        per_pass = (layers - recomputed) * layer_bytes(settings, tokens)
+        of_chunks.append(per_pass + _inputs_bytes(settings, recomputed, tokens))
     position = _position(settings, stage)
     return int(MARGIN * _most_in_flight(position, num_microbatches, of_chunks))
 
