@@ -28,6 +28,7 @@ from megatron.offload.integration.torch.optimizer import OptimizerOffload
 from megatron.offload.moving.bucket import Bucket
 from megatron.offload.moving.layout import Layout
 from megatron.offload.moving.storage import Where
+from megatron.offload.parameters.unit import ParameterUnit
 from megatron.offload.sizes import MIB
 from megatron.offload.states.optimizer_states import OptimizerStates
 from megatron.offload.states.window import Window
@@ -38,6 +39,7 @@ from megatron.offload.tiers.io_threads import IoThreads
 from tests.behaviour.test_optimizer_states_stay_bit_identical import OPTIMIZERS, Trained, same
 from tests.support.mounts import MountedDisk, mounted_ext4
 from tests.support.processes import finish, start_python
+from tests.support.training import moving
 from tests.support.waiting import SOON_S
 
 pytestmark = pytest.mark.timeout(240)
@@ -578,6 +580,36 @@ def test_a_step_that_fails_before_its_first_update_can_be_taken_again(
     trained.train(1)
     monkeypatch.setattr(trained.optimizer, "step", step)
     assert same(trained.result, expected.result)
+
+
+def test_a_step_whose_first_parameters_do_not_come_can_be_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def train(*, breaks: bool) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        layers = [torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh()) for _ in range(4)]
+        model = torch.nn.Sequential(*layers)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        door = "parameters states" if breaks else ""
+        whole = {"layers": [torch.nn.Sequential]}
+        with moving(door, model, optimizer, tmp_path, parameters=whole):
+            for step in range(3):
+                x = torch.randn(4, 32, generator=torch.Generator().manual_seed(step))
+                model(x).square().mean().backward()
+                if breaks and step:
+                    with monkeypatch.context() as patch:
+                        patch.setattr(ParameterUnit, "bring", broken)
+                        with pytest.raises(LostStateError, match=r"^parameters: those of unit"):
+                            optimizer.step()
+                    assert optimizer.state_dict()["state"]
+                optimizer.step()
+                optimizer.zero_grad()
+        return [one.detach().clone() for one in model.parameters()]
+
+    assert all(map(torch.equal, train(breaks=True), train(breaks=False)))
 
 
 # -- Threads, ends, others ------------------------------------------------------------------------

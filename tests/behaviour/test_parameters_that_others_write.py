@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import io
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.training import moving
 
@@ -230,3 +233,98 @@ def test_what_hooks_of_gradients_write_through_data_holds(
     (losses, weights), (expected_losses, expected_weights) = run("parameters"), run("")
     assert losses == expected_losses and losses[0] != losses[-1]
     assert all(torch.equal(weights[name], one) for name, one in expected_weights.items())
+
+
+def _set(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+    param.data = value
+
+
+def _assign_slice(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+    param.data.view(-1)[:] = value.flatten()
+
+
+LAYERS_WRITE: dict[str, Callable[[torch.nn.Parameter, torch.Tensor], Any]] = {
+    "p.data.copy_": lambda param, value: param.data.copy_(value),
+    "p.data = t": _set,
+    "p.data.view": _assign_slice,
+    "p.data.add_": lambda param, value: param.data.add_(value),
+    "init": lambda param, value: torch.nn.init.constant_(param.data, float(value.mean())),
+    "p.detach": lambda param, value: param.detach().copy_(value),
+}
+
+
+class Norm(Layer):
+    """Sets its scale by its first batch, as ActNorm does, and bounds a weight in each pass."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.zeros(HIDDEN))
+        self._way = way
+        self._is_new = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._is_new:
+            self._is_new = False
+            LAYERS_WRITE[self._way](self.scale, 1 / (x.detach().std(0) + 1e-2))
+        self.up.weight.data.clamp_(-0.2, 0.2)
+        return super().forward(x * self.scale)
+
+
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("way", LAYERS_WRITE)
+def test_what_a_layer_writes_to_itself_in_its_forward_holds(
+    way: str, recomputes: bool, tmp_path: Path
+) -> None:
+    """Through `param.data` too, which leaves the version of the parameter alone."""
+
+    def run(door: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        model, losses = Net(), []
+        model.layers = torch.nn.ModuleList(Norm(way) for _ in range(LAYERS))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        is_on_ssd = list(LAYERS_WRITE).index(way) % 2
+        with moving(door, model, optimizer, tmp_path if is_on_ssd else None):
+            kinds: set[type] = set()
+            optimizer.register_step_pre_hook(lambda *_: kinds.update(map(type, model.parameters())))
+            for step in range(3):
+                x = model.first(batch(step))
+                for layer in model.layers:
+                    x = checkpoint(layer, x, use_reentrant=False) if recomputes else layer(x)
+                loss = model.last(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+            assert kinds == {torch.nn.Parameter}  # else optimizers of torch take other paths
+            return losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+    (losses, weights), (expected_losses, expected_weights) = run("parameters"), run("")
+    assert losses == expected_losses and len(set(losses)) == len(losses)
+    assert all(torch.equal(weights[name], one) for name, one in expected_weights.items())
+    assert float(weights["layers.3.up.weight"].abs().max()) > 0.19
+
+
+def test_a_copy_of_a_layer_that_computes_is_plain(tmp_path: Path) -> None:
+    """While parameters are watched: what is copied or saved then has parameters like any other."""
+    model, found = Net(), []
+
+    def copy_it(layer: torch.nn.Module, *_: Any) -> None:
+        file = io.BytesIO()
+        torch.save(layer.gate, file)
+        file.seek(0)
+        found.append((copy.deepcopy(layer.up), torch.load(file, weights_only=False)))
+
+    with moving("parameters", model, torch.optim.SGD(model.parameters()), tmp_path):
+        for layer in model.layers:
+            layer.norm.register_forward_hook(functools.partial(_call, copy_it, layer))
+        with torch.no_grad():
+            model(batch(0))
+    assert len(found) == LAYERS
+    for layer, (up, gate) in zip(model.layers, found, strict=True):
+        assert torch.equal(up.weight, layer.up.weight) and torch.equal(gate, layer.gate)
+        for param in (up.weight, up.bias, gate):
+            assert type(param) is torch.nn.Parameter
+            assert not {"_away", "_read"} & vars(param).keys()
+
+
+def _call(function: Callable[[torch.nn.Module], None], layer: torch.nn.Module, *_: Any) -> None:
+    function(layer)

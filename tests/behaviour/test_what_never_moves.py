@@ -13,6 +13,7 @@ from megatron.offload.integration.torch.report import report_of, warnings_of
 from megatron.offload.layer_set import LayerSet
 from tests.support.models import settle
 from tests.support.simulated_device import SimulatedDevice
+from tests.support.waiting import SOON_S
 
 
 def saved_in_a_step(engine, forward, **capture):
@@ -211,3 +212,24 @@ def test_tensors_that_cannot_move_exactly_pass_through(engine):
         packed = engine.hooks.pack(tensor)
         assert not isinstance(packed, SavedView)
         assert engine.hooks.unpack(packed) is tensor
+
+
+def test_what_a_write_that_was_given_up_still_holds_does_not_count_as_living_on(
+    make_engine, write_gate
+):
+    engine = make_engine(io="buffered")
+    x = torch.randn(1000, requires_grad=True)
+    with engine.step():
+        with engine.forward(Scope()) as save_order:
+            y = x.exp()
+            engine.capture(Scope(), [y], [x])
+            assert write_gate.arrived.acquire(timeout=SOON_S)  # its thread has the memory
+        with engine.backward(save_order):
+            y.sum().backward()
+        del y
+    assert engine.statistics.long_lived_bytes == 0 == engine.cache.num_excluded
+    write_gate.open.set()
+    settle(engine)
+    with engine.step():
+        pass
+    assert engine.statistics.long_lived_bytes == 0 == engine.cache.num_records

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatron.offload import ConfigurationError, offload_activations, offload_parameters
+from tests.support.models import clone_of
 from tests.support.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -80,6 +81,31 @@ def test_a_family_has_the_same_loss_and_gradients_within_rounding(family: str) -
     assert [module.forward for module in model.modules()] == own
     again = passes(model, "auto")
     assert all(torch.equal(again[name], one) for name, one in alone.items()), "80 tokens: one tile"
+
+
+def test_a_copy_of_attributes_computes_with_its_own_weights(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A module that has a copy of the model's `__dict__` and weights of its own."""
+
+    def run(**settings: Any) -> list[torch.Tensor]:
+        model, tokens = make("Llama"), torch.randint(0, 97, (2, 40))
+        with offload_activations(model, mode="off", **settings):
+            clone = clone_of(model, {id(one): one * 0.5 for one in model.parameters()})
+            loss = clone(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            with torch.no_grad():
+                alone = clone.eval()(input_ids=tokens).logits
+        return [loss.detach(), alone, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    torch.manual_seed(4)
+    expected = run()
+    for settings in ({"tiled_mlp": TILE}, {"chunked_loss": 13}):
+        torch.manual_seed(4)
+        found = run(**settings)
+        assert len(found) == len(expected) > 10
+        assert all(map(torch.equal, found, expected)), settings
+    assert "chunked_loss does nothing" not in caplog.text
 
 
 def counted(module: Any) -> list[int]:

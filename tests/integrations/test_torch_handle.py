@@ -24,6 +24,7 @@ from megatron.offload.integration.output_head import OutputHead
 from megatron.offload.integration.torch.offload import ActivationOffload
 from megatron.offload.stats import history
 from tests.support.loops import gradients, net, noise
+from tests.support.models import clone_of
 from tests.support.processes import ROOT
 from tests.support.same_training import digest
 
@@ -133,17 +134,6 @@ def test_a_copy_and_a_pickle_have_no_hooks(tmp_path: Path) -> None:
         for other in (copy.deepcopy(model), loaded):
             other(noise()).sum().backward()
         assert offload.engine is None  # nobody has called the model
-
-
-def clone_of(module: torch.nn.Module, weights: dict[int, torch.Tensor]) -> torch.nn.Module:
-    """A module with a copy of the attributes of another, and weights of its own with a graph."""
-    clone = module.__new__(type(module))
-    clone.__dict__ = {**vars(module)}
-    own = {name: weights[id(one)] for name, one in module._parameters.items() if one is not None}
-    clone.__dict__["_parameters"] = own
-    inner = {name: clone_of(one, weights) for name, one in module._modules.items() if one}
-    clone.__dict__["_modules"] = inner
-    return clone
 
 
 def adapted(model: torch.nn.Module, x: torch.Tensor) -> torch.nn.Module:

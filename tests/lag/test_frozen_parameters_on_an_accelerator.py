@@ -171,3 +171,26 @@ def test_encoded_bytes_are_overwritten_when_they_are_decoded(lag: LagModule) -> 
             with lag.held(main):
                 found = model(on_device)
         assert torch.equal(found.cpu(), expected)
+
+
+def test_encoded_bytes_are_decoded_when_they_have_come(lag: LagModule) -> None:
+    """Frozen layers in few bits, whose copies to the device run when a stream waits for them."""
+    main, x = lag.current_stream(DEVICE), torch.randn(1, 512)
+    layers = [torch.nn.Linear(512, 512, bias=False).requires_grad_(False) for _ in range(8)]
+    model = torch.nn.Sequential(*layers)
+    round_matrices(model, "int8")
+    with torch.no_grad():
+        expected = model(x)
+    on_device = x.to(DEVICE)
+    with offload_parameters(
+        model.to(DEVICE), layers=[torch.nn.Linear], mode="host", codec="int8"
+    ) as handle:
+        assert handle.window is not None
+        for unit in handle.window.units:
+            unit.wait_for_write()
+        lag.synchronize(DEVICE)
+        lag.late(handle.window.device._load, 0, unasked_seconds=20)
+        with torch.no_grad():
+            found = model(on_device)
+        main.synchronize()  # which does not ask for the copies
+        assert torch.equal(found.cpu(), expected)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.offload import ConfigurationError, OffloadConfig
@@ -20,7 +21,6 @@ from megatron.offload.integration.megatron.estimate import (
     MARGIN,
     activation_bytes,
     layer_bytes,
-    passes_in_flight,
     stage_of,
 )
 from megatron.offload.integration.megatron.layer_major import LayerMajorHooks
@@ -167,6 +167,11 @@ def settings(**changes: Any) -> SimpleNamespace:
         "pipeline_model_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": None,
         "microbatch_group_size_per_vp_stage": None,
+        "num_layers_in_first_pipeline_stage": None,
+        "num_layers_in_last_pipeline_stage": None,
+        "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
+        "pipeline_model_parallel_layout": None,
     }
     return SimpleNamespace(**{**defaults, **changes})
 
@@ -197,12 +202,44 @@ def test_a_stage_holds_fewer_passes_the_later_it_is(
     layout = settings(
         pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=chunks
     )
-    found = [passes_in_flight(layout, num_microbatches, stage) for stage in range(stages)]
-    assert found == passes
     one_pass = MARGIN * (24 // (stages * (chunks or 1))) * layer_bytes(layout, 512 * 4)
     for stage, count in enumerate(passes):
         reserve = activation_bytes(layout, 512, 4, num_microbatches, stage)
         assert reserve == pytest.approx(count * one_pass, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("uneven", "chunks", "num_layers"),
+    [
+        ({"num_layers_in_first_pipeline_stage": 3}, None, [4 * 3, 3 * 7, 2 * 7, 7]),
+        ({"num_layers_in_last_pipeline_stage": 9}, None, [4 * 5, 3 * 5, 2 * 5, 9]),
+        (
+            {"num_layers": 22, "account_for_embedding_in_pipeline_split": True}
+            | {"account_for_loss_in_pipeline_split": True},
+            None,
+            [4 * 5, 3 * 6, 2 * 6, 5],
+        ),
+        (  # passes of the first chunk times its layers, and of the second
+            {"pipeline_model_parallel_layout": "Et*1|t*2|t*2|t*2|t*2|t*5|t*5|t*5L"},
+            2,
+            [7 * 1 + 4 * 2, 5 * 2 + 4 * 5, 4 * 2 + 3 * 5, 4 * 2 + 1 * 5],
+        ),
+    ],
+    ids=["first", "last", "embedding and loss", "layout"],
+)
+def test_an_uneven_pipeline_reserves_for_the_layers_that_a_stage_has(
+    uneven: dict[str, Any], chunks: int | None, num_layers: list[int]
+) -> None:
+    text = uneven.get("pipeline_model_parallel_layout")
+    if text is not None:
+        parsed = PipelineParallelLayerLayout(text, pipeline_model_parallel_size=4)
+        uneven = {"pipeline_model_parallel_layout": parsed}
+    layout = settings(
+        pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=chunks, **uneven
+    )
+    one = MARGIN * layer_bytes(layout, 512 * 4)
+    found = [activation_bytes(layout, 512, 4, 8, stage) / one for stage in range(4)]
+    assert found == pytest.approx(num_layers, rel=1e-6)
 
 
 @pytest.mark.parametrize("order", ["ascending", "alternating"])

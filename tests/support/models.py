@@ -108,3 +108,14 @@ def assert_same(
     assert torch.equal(ours[0], plain[0])
     for mine, theirs in zip(ours[1], plain[1], strict=True):
         assert torch.equal(mine, theirs)
+
+
+def clone_of(module: torch.nn.Module, weights: dict[int, torch.Tensor]) -> torch.nn.Module:
+    """A module with a copy of the attributes of another, and weights of its own with a graph."""
+    clone = module.__new__(type(module))
+    clone.__dict__ = {**vars(module)}
+    own = {k: None if one is None else weights[id(one)] for k, one in module._parameters.items()}
+    clone.__dict__["_parameters"] = own
+    inner = {name: clone_of(one, weights) for name, one in module._modules.items() if one}
+    clone.__dict__["_modules"] = inner
+    return clone

@@ -115,9 +115,10 @@ def test_what_a_write_may_still_hold_outlives_two_steps_before_it_stays() -> Non
     held, table = torch.ones(64), torch.ones(32)
     for one in (held, table):
         assert cache.add(one.untyped_storage(), None, one, Scope())  # its record dies at once
-    assert cache.end_step(is_settled=False) == 0 == cache.num_excluded
+    written = {one.untyped_storage()._cdata for one in (held, table)}
+    assert cache.end_step(written) == 0 == cache.num_excluded
     del held, one
     assert cache.add(table.untyped_storage(), None, table, Scope())
-    assert cache.end_step(is_settled=False) == table.nbytes
+    assert cache.end_step(written) == table.nbytes
     assert [one.num_bytes for one in cache.long_lived] == [table.nbytes]
     assert cache.num_records == 0 and cache.num_excluded == 1

@@ -227,8 +227,7 @@ class OffloadEngine:
         self.dispatcher.drain()
         for tier in self.tiers.values():  # the optimizer's step does not need what backward read
             tier.trim()
-        is_settled = self._device.is_host or not self.writer.bytes_in_flight
-        self.statistics.long_lived_bytes = self.cache.end_step(is_settled=is_settled)
+        self.statistics.long_lived_bytes = self.cache.end_step(self.writer.read_storages)
         self._count_left()
         self._count_reserved()
         self.writer.end_step()

@@ -17,6 +17,7 @@ from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.hook import Hook
 from megatron.offload.integration.own_attributes import put
 from megatron.offload.integration.pending_logits import PendingLogits
+from megatron.offload.integration.replaced_forwards import InPlaceOf
 
 
 class OutputHead:
@@ -56,7 +57,7 @@ class OutputHead:
     def connect(self) -> None:
         """Takes the place."""
         self._forward: Any = self._layer.forward
-        self._put_back = put(self._layer, "forward", Hook(self.project, self._forward))
+        self._put_back = put(self._layer, "forward", InPlaceOf(self._layer, self.project))
         begin, end = Hook(self._begin), Hook(self._end)
         self._hooks = [
             self._model.register_forward_pre_hook(begin, with_kwargs=True),
@@ -91,6 +92,8 @@ class OutputHead:
         raise ConfigurationError(f"{self.switch} does not fit: {reason}. Drop {self.switch}")
 
     def _begin(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if model is not self._model:  # a copy of its attributes, whose output layer is its own
+            return
         # Not bound to the signature: a trainer's own forward takes more than the model's.
         self._given = dict(zip(self._parameters, args, strict=False)) | kwargs
         self._loss_follows = self.follows(self._given)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a parameter is while it is not in its place: `OffloadedParameter`, which shows it when used.
+"""What a parameter of a unit is: away, `OffloadedParameter`; while its layer computes, another.
 
 A unit (`unit.py`) swaps its parameters out and in: the parameter objects stay and have another
 class while they are away. So whatever a script, a trainer or a library does with one (reads it,
@@ -15,6 +15,13 @@ Note [What autograd saves of one that is away]
 Autograd saves a parameter that is an operation's argument, and reads it in the backward pass, when
 its unit may be away again. A penalty on weights does this. A mapped parameter keeps its values for
 every holder, so autograd saves it as it is; of one in memory it saves a copy.
+
+Note [Written through data]
+A layer may write its own weights in its forward: an ActNorm sets them from its first batch, others
+clamp them in each. A write through `param.data` leaves the parameter's version alone, but each
+tensor that `data` returns has a version of its own, from zero on. So while a layer computes, its
+parameters have a class that keeps what `data` has returned, and calls no Python otherwise. During
+an optimizer's step they are plain parameters, whose type torch's optimizers look at.
 """
 
 from __future__ import annotations
@@ -50,6 +57,7 @@ _ABOUT = {
     "retain_grad",
     "size",
 }
+_OURS = ("_away", "_read")  # attributes
 _CONVERSIONS = {"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type"}
 
 
@@ -67,7 +75,53 @@ class Away(NamedTuple):
     show: Callable[[], bool]
 
 
-class OffloadedParameter(torch.nn.Parameter):
+class _OfUnit(torch.nn.Parameter):
+    """A parameter whose class is ours for a while; copies of it are plain parameters."""
+
+    def _come(self) -> None:
+        """Has its values in its place."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
+        """A copy of the parameter."""
+        if id(self) not in memo:
+            self._come()
+            with torch._C.DisableTorchFunctionSubclass():
+                value = self.detach().clone(memory_format=torch.preserve_format)
+                memo[id(self)] = torch.nn.Parameter(value, self.requires_grad)
+        copied: torch.nn.Parameter = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What pickle saves of the parameter."""
+        self._come()
+        with torch._C.DisableTorchFunctionSubclass():
+            same = torch.nn.Parameter(self.detach(), self.requires_grad)
+        vars(same).update({name: one for name, one in vars(self).items() if name not in _OURS})
+        return same.__reduce_ex__(protocol)
+
+
+class ComputingParameter(_OfUnit):
+    """A parameter whose layer computes: see Note [Written through data]. `watch` gives the class.
+
+    Attributes:
+        data: as torch has it; what it returned is kept in a list.
+    """
+
+    is_plain = True  # for activations, which may be computed again from it
+    _read: list[torch.Tensor]
+
+    @property
+    def data(self) -> torch.Tensor:
+        value = super().data
+        self._read.append(value)
+        return value
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        torch.nn.Parameter.data.__set__(self, value)  # type: ignore[attr-defined]
+
+
+class OffloadedParameter(_OfUnit):
     """A parameter that is not in its place. `leave` gives a parameter this class."""
 
     _away: Away
@@ -102,23 +156,14 @@ class OffloadedParameter(torch.nn.Parameter):
             with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
                 return func(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
-        """A copy of the parameter."""
-        if id(self) not in memo:
-            _show(self)
-            with torch._C.DisableTorchFunctionSubclass():
-                value = self.detach().clone(memory_format=torch.preserve_format)
-                memo[id(self)] = torch.nn.Parameter(value, self.requires_grad)
-        copied: torch.nn.Parameter = memo[id(self)]
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """What pickle saves of the parameter."""
+    def _come(self) -> None:
         _show(self)
-        with torch._C.DisableTorchFunctionSubclass():
-            same = torch.nn.Parameter(self.detach(), self.requires_grad)
-        vars(same).update({name: one for name, one in vars(self).items() if name != "_away"})
-        return same.__reduce_ex__(protocol)
+
+
+def watch(param: torch.nn.Parameter, read: list[torch.Tensor]) -> None:
+    """From now on what its `data` returns is added to a list; the parameter is in its place."""
+    vars(param)["_read"] = read
+    param.__class__ = ComputingParameter
 
 
 def leave(param: torch.nn.Parameter, away: Away) -> None:
@@ -128,10 +173,11 @@ def leave(param: torch.nn.Parameter, away: Away) -> None:
 
 
 def arrive(param: torch.nn.Parameter) -> None:
-    """Ends `leave`; the parameter's bytes are in their place."""
-    if type(param) is OffloadedParameter:
+    """Ends `leave` and `watch`: a plain parameter, whose bytes are in their place."""
+    if isinstance(param, _OfUnit):
         param.__class__ = torch.nn.Parameter  # type: ignore[assignment]
-        vars(param).pop("_away", None)
+        for name in _OURS:
+            vars(param).pop(name, None)
 
 
 def _show(param: OffloadedParameter) -> bool:

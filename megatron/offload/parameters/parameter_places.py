@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.offload.moving.placeholder import all_nan
-from megatron.offload.parameters.offloaded_parameter import Away, arrive, leave
+from megatron.offload.parameters.offloaded_parameter import Away, arrive, leave, watch
 
 
 class Part(NamedTuple):
@@ -59,6 +59,7 @@ class ParameterPlaces:
         self.shown: Sequence[torch.Tensor] = ()
         self._nothing: Sequence[torch.Tensor] = ()
         self._versions: list[int] = []
+        self._read: list[torch.Tensor] = []  # through `param.data`, since `_versions`
 
     def use(self, views: Sequence[torch.Tensor]) -> None:
         """The unit has other memory from now on: these views."""
@@ -71,11 +72,23 @@ class ParameterPlaces:
         self.give(self.views)
         self.is_attached, self.shown = True, ()
 
+    def watch(self) -> None:
+        """A layer computes with attached parameters: Note [Written through data] has them watched.
+
+        (`offloaded_parameter.py` has the note.)
+        """
+        for param in self._params:
+            watch(param, self._read)
+
+    def end_watch(self) -> None:
+        """Attached parameters are plain ones again; changes through `param.data` are not seen."""
+        for param in self._params:
+            arrive(param)
+
     def give(self, values: Sequence[torch.Tensor]) -> None:
         """The parameters are ordinary parameters again, with these values."""
         self._put(values)
-        for param in self._params:
-            arrive(param)
+        self.end_watch()
 
     def show(self, values: Sequence[torch.Tensor]) -> None:
         """The parameters show these values to any code that uses them."""
@@ -105,18 +118,19 @@ class ParameterPlaces:
                 param.data = value
             for index, part in self._parts.items():
                 part.tensor.data = part.of(values[index])
-        self._versions = self._versions_now()
+        self.forget_changes()
 
     # -- What other code has done --------------------------------------------------------------
 
     @property
     def is_changed_in_place(self) -> bool:
         """Whether one was changed in place since it was attached, as autograd's versions tell."""
-        return self._versions_now() != self._versions
+        return self._versions_now() != self._versions or any(map(_is_written, self._read))
 
     def forget_changes(self) -> None:
         """Takes the present versions as unchanged."""
         self._versions = self._versions_now()
+        self._read.clear()
 
     def _versions_now(self) -> list[int]:
         tensors = [*self._params, *(part.tensor for part in self._parts.values())]
@@ -163,6 +177,11 @@ class ParameterPlaces:
 
     def _own(self, index: int) -> list[torch.Tensor]:
         return [of[index] for of in (self.views, self.shown, self._nothing) if of]
+
+
+def _is_written(read: torch.Tensor) -> bool:
+    """Whether a tensor was written to that `param.data` has returned."""
+    return read.is_inference() or read._version > 0
 
 
 def _how(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -11,9 +11,10 @@ A parameter is in its place while its layer computes, while the optimizer update
 use of it until the next of these (`offloaded_parameter.py`). At other times a tensor without bytes
 is in its place. So a script, a trainer or a library only changes it while it is in its place.
 Before the parameter leaves, the unit compares it with what it put there: another version means a
-change in place, other memory means that it was replaced. Then the unit takes new memory for the new
-values. A script that has kept the old memory (to put it back after an average of the weights was
-used) finds it unchanged.
+change in place, other memory means that it was replaced. A layer that writes to its own parameters
+through `param.data` is noticed otherwise (`offloaded_parameter.py`). Then the unit takes new memory
+for the new values. A script that has kept the old memory (to put it back after an average of the
+weights was used) finds it unchanged.
 
 Note [Hooks of gradients]
 An optimizer that steps within the backward pass does so in hooks of gradients, and may write
@@ -129,6 +130,14 @@ class ParameterUnit(MovingStorage):
         self._take_notice()
         if not self._places.is_attached:
             self._places.attach()
+
+    def watch_params(self) -> None:
+        """A layer computes with the parameters, which are in memory, and may write to them."""
+        self._places.watch()
+
+    def end_watch_params(self) -> None:
+        """An optimizer is to change the parameters: they are plain ones meanwhile."""
+        self._places.end_watch()
 
     def make_room(self) -> None:
         """Allocates memory for bytes that will all be overwritten, and reads nothing.

@@ -156,6 +156,7 @@ class ParameterWindow:
         here = (number, direction) == (self._used, self._direction)
         if here and unit.where is Where.IN_MEMORY and not self._shown:
             self._bring(unit)  # attaches them, and this thread may be on another stream
+            unit.watch_params()
             return
         self.conceal()
         there = [n for n in range(len(self.units)) if self._is_here(n)]
@@ -170,6 +171,7 @@ class ParameterWindow:
             self.device.room.read(unit.make_room)
         else:
             self._bring(unit)
+            unit.watch_params()
         for other in [n for n in wanted[1:] if n not in unread]:
             with contextlib.suppress(*TRANSFER_ERRORS):  # `_bring` reads again and reports
                 self.units[other].take_back()
@@ -231,6 +233,7 @@ class ParameterWindow:
             self.units[number].check()
             self._bring(self.units[number])
             self.units[number].note_change()  # before the update, which may raise at any point
+            self.units[number].end_watch_params()
         self.copies.note_peak()
         with used:
             yield

@@ -153,7 +153,6 @@ class OptimizerStates:
                 window.bring(bucket, ahead)
             while ahead and ahead[0].where is not Where.ON_TIER:
                 ahead.popleft()
-            self._is_half_done = True
             had_none = bucket.where is Where.NOWHERE
             with self.meter.updating():
                 self._update(bucket, slices[index])
@@ -175,6 +174,7 @@ class OptimizerStates:
         for params in slices:
             with self._changing(params):
                 own = {param: states[param] for param in params if param in states}
+                self._is_half_done = True  # not before parameters have come, which may fail
                 after |= self._slice.step(params, own)
                 self._updated(params)
         self._places.take_over(bucket, after, views)

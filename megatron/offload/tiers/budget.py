@@ -48,6 +48,11 @@ class ByteBudget:
         """Bytes of all holders."""
         return sum(self._taken.values())
 
+    @property
+    def holders(self) -> list[Any]:
+        """Those that have taken bytes."""
+        return [one for ref in self._taken.copy() if (one := ref()) is not None]
+
     def _take(self, holder: Any, num_bytes: int) -> bool:
         """Takes `num_bytes` if they fit. Called under the lock."""
         taken_bytes = self.taken_bytes

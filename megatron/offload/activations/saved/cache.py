@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import collections
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -200,7 +200,7 @@ class TensorCache:
         storage = tensor.untyped_storage()
         return storage if storage.nbytes() and storage._cdata not in self._excluded else None
 
-    def end_step(self, *, is_settled: bool = True) -> int:
+    def end_step(self, read: Set[int] = frozenset()) -> int:
         """Forgets the step's records; excludes storages that outlive it. Returns newly excluded
         bytes.
 
@@ -208,11 +208,11 @@ class TensorCache:
         from step to step (an attention mask, a rotary table): moving it never frees anything.
 
         Args:
-            is_settled: no write is under way. Else a cancelled write may still hold a storage, so
-                the storage is excluded only if it outlives the next step too.
+            read: `_cdata` of storages that writes under way hold, also those that were given up;
+                such a storage is excluded only if it outlives the next step too.
         """
         learned_bytes = 0
-        doubtful = set() if is_settled else {*self._entries} - self._doubtful
+        doubtful = {key for key in self._entries if key[0] in read} - self._doubtful
         self._doubtful = set()
         for key, entry in list(self._entries.items()):
             cdata, _ = key

@@ -303,7 +303,8 @@ class RecipeSearch:
             return None
         leaf = getattr(following, "variable", None)  # of its accumulator
         if leaf is not None:
-            if type(leaf) is torch.nn.Parameter and leaf.device == self._available.device:
+            is_plain = type(leaf) is torch.nn.Parameter or getattr(leaf, "is_plain", False)
+            if is_plain and leaf.device == self._available.device:
                 return self._operand(ResidentTensor(leaf, self._available.scope))
             return None
         return self.result(following, number)

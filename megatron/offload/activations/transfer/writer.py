@@ -34,9 +34,12 @@ class Outgoing:
         tier: to write to.
         moved_bytes: a mask moves fewer.
         stream: of the device, on which its operation ran.
+        read_storage: `_cdata` of the memory that the tier reads; None: it has not begun.
     """
 
-    __slots__ = ("__weakref__", "moved_bytes", "num_bytes", "record", "stream", "tier")
+    __slots__ = (
+        *("__weakref__", "moved_bytes", "num_bytes", "read_storage", "record", "stream", "tier"),
+    )
 
     def __init__(
         self, record: SavedReference, num_bytes: int, tier: Tier, moved_bytes: int, stream: Any
@@ -46,6 +49,7 @@ class Outgoing:
         self.tier = tier
         self.moved_bytes = moved_bytes
         self.stream = stream
+        self.read_storage: int | None = None
 
 
 class Writer:
@@ -171,6 +175,7 @@ class Writer:
         if record is None or memory is None:  # the graph was dropped, or backward needs it already
             self._inflight.release(outgoing)
             return
+        outgoing.read_storage = memory._cdata
         started = None
         try:
             started = outgoing.tier.begin_write(memory, produced)
@@ -226,6 +231,12 @@ class Writer:
         """Blocks until all that was submitted was written or failed; False after `timeout_s`."""
         self._dispatcher.drain()
         return self._inflight.wait_until_free(timeout_s)
+
+    @property
+    def read_storages(self) -> set[int]:
+        """`_cdata` of storages that tiers read from, for writes that were given up as well."""
+        found = {one.read_storage for one in self._inflight.holders}
+        return {one for one in found if one is not None}
 
     @property
     def bytes_in_flight(self) -> int:

@@ -85,19 +85,12 @@ def _inputs_bytes(settings: Any, num_layers: int, tokens: int) -> int:
     return int(num_inputs * tokens * settings.hidden_size * element // shared)
 
 
-def passes_in_flight(settings: Any, num_microbatches: int, stage: int = 0) -> int:
-    """Most forward passes of a model chunk whose backward is still to come, on one stage.
-
-    Args:
-        settings: a `TransformerConfig`.
-        num_microbatches: micro-batches of one step on each data-parallel rank.
-        stage: pipeline rank; the first one holds most.
-    """
+def _position(settings: Any, stage: int) -> PipelinePosition:
+    """Of a pipeline rank; `settings` is a `TransformerConfig`."""
     stages = settings.pipeline_model_parallel_size
     chunks = settings.virtual_pipeline_model_parallel_size or 1
     group = settings.microbatch_group_size_per_vp_stage or stages
-    position = PipelinePosition(stages, stage, chunks, group)
-    return _most_in_flight(position, num_microbatches, [1] * chunks)
+    return PipelinePosition(stages, stage, chunks, group)
 
 
 def _most_in_flight(
@@ -153,6 +146,18 @@ def _saved_by_layers(
     return saved
 
 
+def _layers_of_chunks(settings: Any, stage: int) -> list[int]:
+    """How many layers each model chunk of a pipeline stage has, as Megatron divides them."""
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+    chunks = range(settings.virtual_pipeline_model_parallel_size or 1)
+    uneven = getattr(settings, "pipeline_model_parallel_layout", None)
+    if uneven is not None:  # asked otherwise, it answers for this process's stage
+        return [uneven.layout[stage][chunk].count(LayerType.decoder) for chunk in chunks]
+    return [get_num_layers_to_build(settings, vp_stage=one, pp_rank=stage) for one in chunks]
+
+
 def stage_of(rank: int, world_size: int, settings: Any) -> int:
     """The pipeline stage of a rank in Megatron's default order, where it changes last."""
     return rank * int(settings.pipeline_model_parallel_size) // world_size
@@ -182,18 +187,19 @@ def activation_bytes(
     Raises:
         ConfigurationError: there are more units than layers.
     """
-    chunks = settings.virtual_pipeline_model_parallel_size or 1
-    layers = -(-settings.num_layers // (settings.pipeline_model_parallel_size * chunks))
     tokens = (
         seq_length * micro_batch_size // (getattr(settings, "context_parallel_size", None) or 1)
     )
     if layer_major is not None and layer_major.enabled:
         saved = _saved_by_layers(settings, tokens, config, ("decoder", "encoder"))
         return int(MARGIN * _layer_major_bytes(saved, num_microbatches, layer_major))
-    recomputed = _num_recomputed(settings, layers)
-    per_pass = (layers - recomputed) * layer_bytes(settings, tokens)
-    per_pass += _inputs_bytes(settings, recomputed, tokens)
-    return int(MARGIN * per_pass * passes_in_flight(settings, num_microbatches, stage))
+    of_chunks = []
+    for layers in _layers_of_chunks(settings, stage):
+        recomputed = _num_recomputed(settings, layers)
+        per_pass = (layers - recomputed) * layer_bytes(settings, tokens)
+        of_chunks.append(per_pass + _inputs_bytes(settings, recomputed, tokens))
+    position = _position(settings, stage)
+    return int(MARGIN * _most_in_flight(position, num_microbatches, of_chunks))
 
 
 def encoder_decoder_bytes(

@@ -151,7 +151,8 @@ class _Head(OutputHead):
         return hidden, weight, bias
 
     def _end(self, model: Any, args: Any, output: Any) -> None:
-        if output is not None and not self._has_told:  # None: the pass raised
+        is_ours = model is self._model  # else a copy of its attributes
+        if is_ours and output is not None and not self._has_told:  # None: the pass raised
             self._tell_if_idle()
         super()._end()
 

@@ -37,6 +37,7 @@ from megatron.offload.activations.saved.scope import (
     name_of_call,
 )
 from megatron.offload.integration.own_attributes import replaced
+from megatron.offload.integration.replaced_forwards import InPlaceOf
 from megatron.offload.integration.torch.argument_snapshot import ArgumentSnapshot, Changes
 from megatron.offload.integration.torch.attribute_snapshot import (
     AttributeSnapshot,
@@ -124,7 +125,7 @@ class LayerCalls:
                 for one in self._replaced:  # a module looks it up before its hooks run
                     if not is_compiled(one):  # else its call is all that is ours
                         run = functools.partial(self.run, one.forward)
-                        stack.enter_context(replaced(one, forward=run))
+                        stack.enter_context(replaced(one, forward=InPlaceOf(one, run)))
                 yield
         finally:
             self._contexts.close()

@@ -19,6 +19,7 @@ from megatron.offload.errors import PARAMETERS_PREFIX, ConfigurationError
 from megatron.offload.integration.hook import OutsideOfGraphs
 from megatron.offload.integration.open_parameters import unit_of
 from megatron.offload.integration.open_streams import OPEN
+from megatron.offload.integration.torch.backward_passes import BackwardPasses, hook_first
 from megatron.offload.integration.torch.layer_parameters import LayerParameters, adapters_of
 from megatron.offload.integration.torch.layers import find_layers, params_outside
 from megatron.offload.integration.torch.optimizer_steps import OptimizerSteps
@@ -26,7 +27,6 @@ from megatron.offload.integration.torch.passes import computed_in, tensors_in
 from megatron.offload.integration.torch.ranks import local_world_size
 from megatron.offload.integration.torch.refusals import check_models, check_not_graphed
 from megatron.offload.integration.torch.saved_weights import SavedWeights
-from megatron.offload.integration.torch.surroundings import EndOfBackward
 from megatron.offload.integration.torch.untold_backward import check_gradients
 from megatron.offload.keywords import ParameterMode, ParameterSettings
 from megatron.offload.layer_major.config import LayerMajorConfig
@@ -121,11 +121,11 @@ class ParameterOffload:
         except BaseException:
             window.close(restore=saved is None or not saved.has_empty)  # it may not fit into memory
             raise
-        end_of_backward = EndOfBackward(window.set_aside)
+        passes = BackwardPasses(window)
         steps = OptimizerSteps(window)
         self._undo += [steps.close, *check_gradients(window.units)]
         for layer, number in layers.items():
-            self._hook(layer, number, steps, end_of_backward)
+            self._hook(layer, number, steps, passes)
 
     def __enter__(self) -> ParameterOffload:
         return self
@@ -239,7 +239,7 @@ class ParameterOffload:
         layer: torch.nn.Module,
         number: int,
         steps: OptimizerSteps,
-        end_of_backward: EndOfBackward,
+        passes: BackwardPasses,
     ) -> None:
         window = self.window
         assert window is not None
@@ -249,8 +249,7 @@ class ParameterOffload:
             window.check_whole()
             params.check()
             steps.forget()
-            in_backward = torch._C._current_graph_task_id() != -1  # it is recomputed
-            window.use(number, -1 if in_backward else 1)
+            passes.enter_forward(number)
 
         def before_backward(_: torch.Tensor) -> None:
             window.check_backward()
@@ -258,9 +257,8 @@ class ParameterOffload:
                 return
             if window.gradients is not None:
                 window.gradients.check_is_told()
-            window.use(number, -1)
+            passes.enter_backward(number)
             window.units[number].note_backward()
-            end_of_backward.tell()
 
         def after_forward(_: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
             if not torch.is_grad_enabled():
@@ -269,11 +267,10 @@ class ParameterOffload:
             given = set(map(id, tensors_in((args, kwargs))))
             for one in computed_in(result):
                 if id(one) not in given:
-                    one.register_hook(before_backward)
+                    hook_first(one, before_backward)
 
         def end_forward(*_: Any) -> None:
-            if torch._C._current_graph_task_id() == -1:  # else backward of this layer comes next
-                window.set_aside([number])
+            passes.leave_forward(number)
 
         def before_state_dict(*_: Any) -> None:
             params.check()

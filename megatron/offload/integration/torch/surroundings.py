@@ -95,18 +95,3 @@ def is_running(wanted: FrameType | None) -> bool:
     while wanted is not None and frame is not None and frame is not wanted:
         frame = frame.f_back
     return wanted is None or frame is wanted
-
-
-class EndOfBackward:
-    """Calls a function when the backward pass that runs has ended, once for each pass."""
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self._function = function
-        self._told = -1  # the pass
-
-    def tell(self) -> None:
-        """A backward pass runs."""
-        now = torch._C._current_graph_task_id()
-        if now != self._told:
-            self._told = now
-            torch.autograd.Variable._execution_engine.queue_callback(self._function)
