@@ -339,8 +339,10 @@ class _Recomputations(contextlib.AbstractContextManager[None]):
         self._entered = contextlib.ExitStack()
 
     def __enter__(self) -> None:
-        for context in self._contexts:
-            self._entered.enter_context(context())
+        with contextlib.ExitStack() as entered:  # leaves them again if one raises
+            for context in self._contexts:
+                entered.enter_context(context())
+            self._entered = entered.pop_all()
 
     def __exit__(self, *error: Any) -> bool | None:
         return self._entered.__exit__(*error)
