@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.offload import ChangedInPlaceError, offload_activations
@@ -275,6 +276,28 @@ def test_a_large_buffer_that_is_changed_in_place_before_a_layer_runs_again_is_re
         net.layers[1].shift += 1  # type: ignore[operator]
         with pytest.raises(ChangedInPlaceError, match="a buffer, shift, of a layer"):
             loss.backward()  # type: ignore[no-untyped-call]
+
+
+def test_a_layer_is_not_recomputed_within_forward_mode(tmp_path: Path) -> None:
+    """Its tangents are gone by backward."""
+
+    def run(recomputed: str | None) -> list[Any]:
+        torch.manual_seed(3)
+        net = torch.nn.Sequential(
+            *(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(2))
+        )
+        with offload_activations(
+            net, tmp_path, min_bytes=1, recompute_layers=recomputed
+        ) as offload:
+            x = torch.randn(4, 8).requires_grad_()
+            with forward_ad.dual_level():
+                made = net(forward_ad.make_dual(x, torch.ones_like(x)))
+                value, tangent = forward_ad.unpack_dual(made)
+            (value.square().mean() + tangent.square().mean()).backward()
+            assert offload.statistics["recomputed_layers"] == 0
+        return [digest(x.grad), gradients_of(net)]
+
+    assert run("all") == run(None)
 
 
 class Adding(Block):

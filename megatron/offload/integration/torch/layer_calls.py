@@ -45,7 +45,11 @@ from megatron.offload.integration.torch.attribute_snapshot import (
 from megatron.offload.integration.torch.buffer_snapshot import BufferSnapshot
 from megatron.offload.integration.torch.module_hooks import is_compiled
 from megatron.offload.integration.torch.passes import Passes, computed_in, tensors_in
-from megatron.offload.integration.torch.surroundings import attention_kernels, computed_weights
+from megatron.offload.integration.torch.surroundings import (
+    attention_kernels,
+    computed_weights,
+    in_forward_mode,
+)
 from megatron.offload.layer_major.other_numbers import OtherNumbers
 from megatron.offload.planner.profile.profiler import Profiler
 from megatron.offload.planner.profile.timings import LayerTimings
@@ -157,6 +161,7 @@ class LayerCalls:
             is_replaced
             and self._is_recomputed(engine, layer, scope.layer)
             and any(one.requires_grad for one in inputs)
+            and not in_forward_mode()  # it would run again without tangents
         )
         if self._profiler is not None:
             self._timings = self._profiler.begin_layer(scope, inputs, recomputes=self._recomputes)

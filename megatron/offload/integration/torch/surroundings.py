@@ -33,6 +33,11 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def in_forward_mode() -> bool:
+    """Whether gradients are computed in forward mode, which ends before a backward pass begins."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def in_backward() -> bool:
     """Whether autograd runs a backward pass in this thread."""
     return torch._C._current_graph_task_id() != -1
