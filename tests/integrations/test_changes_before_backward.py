@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from megatron.offload import ChangedInPlaceError, offload_activations
 from tests.support.same_training import digest, gradients_of
@@ -37,7 +38,9 @@ class Block(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scale = self.scale * self.scales[self.active[0]] * STRENGTH.get()
-        made = self.norm(self.project((x + self.shift) * scale).transpose(1, 2)).transpose(1, 2)
+        step = torch.ones(()) / 3  # of the default type
+        made = self.project((x + self.shift + step.float() + torch.tanh(x)) * scale)
+        made = self.norm(made.transpose(1, 2)).transpose(1, 2)
         heads = self.dropout(made).unflatten(-1, (4, -1)).transpose(1, 2)
         attended = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
         return x + attended.transpose(1, 2).flatten(2)
@@ -110,6 +113,29 @@ def sets_a_context_variable(net: Any, x: torch.Tensor) -> torch.Tensor:
     loss = net(x).square().mean()
     STRENGTH.reset(token)
     return loss
+
+
+def has_another_default_type(net: Any, x: torch.Tensor) -> torch.Tensor:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        made: torch.Tensor = net(x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return made.square().mean()
+
+
+class _Doubling(TorchFunctionMode):
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return result * 2 if function is torch.tanh else result
+
+
+def enters_a_mode(net: Any, x: torch.Tensor) -> torch.Tensor:
+    with _Doubling():
+        made: torch.Tensor = net(x)
+    return made.square().mean()
 
 
 def shifts(net: Any, x: torch.Tensor) -> torch.Tensor:
@@ -191,6 +217,8 @@ def caches_weights(net: Any, x: torch.Tensor) -> torch.Tensor:
         switches,
         chooses_kernels,
         sets_a_context_variable,
+        has_another_default_type,
+        enters_a_mode,
         shifts,
         sets_conditions,
         caches_weights,

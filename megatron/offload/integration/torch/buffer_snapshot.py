@@ -57,7 +57,8 @@ class BufferSnapshot:
             ChangedInPlaceError: others have changed a large one in place.
         """
         copies = {copy: copy.clone() for *_, copy in self._before}
-        places = [(owner, name) for owner, name, *_ in [*self._before, *self._same]]
+        places = [(owner, name) for owner, name, *_ in self._before]
+        places += [(owner, name) for owner, name, *_ in self._same]
         present = [(owner, name, owner.get(name)) for owner, name in places]
         found = [
             (owner, name, same if version_of(same) == version else _found(name, small))

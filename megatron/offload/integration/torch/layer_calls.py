@@ -49,6 +49,7 @@ from megatron.offload.integration.torch.surroundings import (
     attention_kernels,
     computed_weights,
     in_forward_mode,
+    modes,
 )
 from megatron.offload.layer_major.other_numbers import OtherNumbers
 from megatron.offload.planner.profile.profiler import Profiler
@@ -294,11 +295,11 @@ class LayerCalls:
         buffers = BufferSnapshot(self._layer)
         attributes = AttributeSnapshot(self._layer, self._changed[self._layer])
         numbers = _NumberSnapshot([*self._layer.modules(), *tree_leaves((args, kwargs))])
-        kernels, weights = attention_kernels(), computed_weights()
+        others = attention_kernels(), computed_weights(), modes()
 
         def contexts() -> tuple[_Context, _Context]:
-            restored = buffers.restored, attributes.restored, numbers.restored, kernels, weights
-            return contextlib.nullcontext(), _Recomputations(noted, *restored)
+            restored = buffers.restored, attributes.restored, numbers.restored
+            return contextlib.nullcontext(), _Recomputations(noted, *restored, *others)
 
         run = functools.partial(arguments.run, forward)
         passed, in_names = arguments.passed()
