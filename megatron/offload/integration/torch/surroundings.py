@@ -77,8 +77,9 @@ def modes() -> Callable[[], contextlib.AbstractContextManager[None]]:
         present_dtype, present = torch.get_default_dtype(), _get_current_function_mode_stack()
         with contextlib.ExitStack() as stack:
             for one in entered:
-                if not any(one is other for other in present):
-                    stack.enter_context(one)
+                if not any(one is other for other in present):  # and the mode is not told of it
+                    torch._C._push_on_torch_function_stack(one)
+                    stack.callback(torch._C._pop_torch_function_stack)
             if dtype is not present_dtype:
                 torch.set_default_dtype(dtype)
                 stack.callback(torch.set_default_dtype, present_dtype)
