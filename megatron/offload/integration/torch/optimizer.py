@@ -190,7 +190,15 @@ class OptimizerOffload:
     def _hook(self, optimizer: torch.optim.Optimizer, states: OptimizerStates) -> None:
         offload = self
 
-        def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        def step(
+            self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, **others: Any
+        ) -> Any:
+            if others:
+                raise ConfigurationError(
+                    f"optimizer states: step() was called with {', '.join(others)}, and a step in "
+                    "slices takes a closure alone; put it into the optimizer's param_groups or "
+                    "its attributes, or keep its states in memory"
+                )
             if torch.compiler.is_compiling():
                 _refuse_compiled()
             loss = None
