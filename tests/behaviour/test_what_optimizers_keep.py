@@ -241,6 +241,14 @@ class Scales(Plain):
         super().step(closure)
 
 
+def test_an_optimizer_without_parameters_is_refused() -> None:
+    """A trainer may have one in the place of none."""
+    optimizer = Plain([torch.zeros(1)])
+    optimizer.param_groups.clear()
+    with pytest.raises(ConfigurationError, match="this Plain has no parameters"):
+        offload_optimizer(optimizer)
+
+
 def test_a_step_that_is_called_with_more_than_a_closure_is_refused() -> None:
     model = torch.nn.Linear(4, 4)
     optimizer = Scales(model.parameters())
