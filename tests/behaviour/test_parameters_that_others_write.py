@@ -328,3 +328,34 @@ def test_a_copy_of_a_layer_that_computes_is_plain(tmp_path: Path) -> None:
 
 def _call(function: Callable[[torch.nn.Module], None], layer: torch.nn.Module, *_: Any) -> None:
     function(layer)
+
+
+class Spectral(torch.nn.Module):
+    """A layer with complex weights, as Fourier neural operators have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(HIDDEN // 2 + 1, dtype=torch.complex64))
+        self.up = torch.nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.up(torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=HIDDEN)))
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_complex_parameters_move(door: str, tmp_path: Path) -> None:
+    def run(streams: str) -> dict[str, torch.Tensor]:
+        model = Net()
+        model.layers = torch.nn.ModuleList(Spectral() for _ in range(LAYERS))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with moving(streams, model, optimizer, tmp_path, states=SMALL):
+            for step in range(3):
+                model(batch(step)).backward()
+                with torch.no_grad():
+                    model.layers[step].weight.mul_(0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        return {name: one.detach().clone() for name, one in model.state_dict().items()}
+
+    found, expected = run(door), run("")
+    assert all(torch.equal(found[name], one) for name, one in expected.items())

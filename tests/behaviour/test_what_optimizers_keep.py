@@ -232,6 +232,37 @@ def test_an_optimizer_around_another_one_is_refused(is_in_a_list: bool) -> None:
     assert "step" not in vars(optimizer)
 
 
+class Scales(Plain):
+    """Takes a factor with each step."""
+
+    def step(self, closure: Any = None, *, scale: float = 1.0) -> None:
+        for group in self.param_groups:
+            group["lr"] = 0.1 * scale
+        super().step(closure)
+
+
+def test_an_optimizer_without_parameters_is_refused() -> None:
+    """A trainer may have one in the place of none."""
+    optimizer = Plain([torch.zeros(1)])
+    optimizer.param_groups.clear()
+    with pytest.raises(ConfigurationError, match="this Plain has no parameters"):
+        offload_optimizer(optimizer)
+
+
+def test_a_step_that_is_called_with_more_than_a_closure_is_refused() -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = Scales(model.parameters())
+    with offload_optimizer(optimizer):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        before = model.weight.detach().clone()
+        with pytest.raises(ConfigurationError, match=r"step\(\) was called with scale, and"):
+            optimizer.step(scale=0.5)
+        assert torch.equal(model.weight, before)
+    optimizer.step(scale=0.5)
+    assert not torch.equal(model.weight, before)
+
+
 def test_the_optimizer_inside_of_another_one_can_be_offloaded() -> None:
     models = []
     for is_offloaded in (True, False):

@@ -4,18 +4,23 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from megatron.offload import ChangedInPlaceError, offload_activations
 from tests.support.same_training import digest, gradients_of
 
 HIDDEN, TOKENS = 32, 16
+STRENGTH: contextvars.ContextVar[float] = contextvars.ContextVar("strength", default=1.0)
 
 
 class Block(torch.nn.Module):
@@ -26,15 +31,19 @@ class Block(torch.nn.Module):
         self.project = torch.nn.Linear(HIDDEN, HIDDEN)
         self.norm = torch.nn.BatchNorm1d(HIDDEN)
         self.dropout = torch.nn.Dropout(0.2)
+        self.register_buffer("shift", torch.zeros(HIDDEN))
         self.scale = 1.0
         self.active = ["one"]
         self.scales = {"one": 1.0, "other": 0.5}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made = self.norm(self.project(x).transpose(1, 2)).transpose(1, 2)
+        scale = self.scale * self.scales[self.active[0]] * STRENGTH.get()
+        step = torch.ones(()) / 3  # of the default type
+        made = self.project((x + self.shift + step.float() + torch.tanh(x)) * scale)
+        made = self.norm(made.transpose(1, 2)).transpose(1, 2)
         heads = self.dropout(made).unflatten(-1, (4, -1)).transpose(1, 2)
         attended = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
-        return x + attended.transpose(1, 2).flatten(2) * self.scale * self.scales[self.active[0]]
+        return x + attended.transpose(1, 2).flatten(2)
 
 
 class Net(torch.nn.Module):
@@ -97,6 +106,46 @@ def switches(net: Any, x: torch.Tensor) -> torch.Tensor:
 def chooses_kernels(net: Any, x: torch.Tensor) -> torch.Tensor:
     with sdpa_kernel(SDPBackend.MATH):
         return net(x).square().mean()
+
+
+def sets_a_context_variable(net: Any, x: torch.Tensor) -> torch.Tensor:
+    token = STRENGTH.set(2.0)
+    loss = net(x).square().mean()
+    STRENGTH.reset(token)
+    return loss
+
+
+def has_another_default_type(net: Any, x: torch.Tensor) -> torch.Tensor:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        made: torch.Tensor = net(x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return made.square().mean()
+
+
+class _Doubling(TorchFunctionMode):
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return result * 2 if function is torch.tanh else result
+
+
+def enters_a_mode(net: Any, x: torch.Tensor) -> torch.Tensor:
+    with _Doubling():
+        made: torch.Tensor = net(x)
+    return made.square().mean()
+
+
+def shifts(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Autograd saves no term of a sum, so a script may change it before backward."""
+    losses = []
+    for number in range(2):
+        for layer in net.layers:
+            layer.shift.fill_(number / 2)
+        losses.append(net(x).square().mean())
+    return torch.stack(losses).sum()
 
 
 class Settings:
@@ -167,6 +216,10 @@ def caches_weights(net: Any, x: torch.Tensor) -> torch.Tensor:
         hooks,
         switches,
         chooses_kernels,
+        sets_a_context_variable,
+        has_another_default_type,
+        enters_a_mode,
+        shifts,
         sets_conditions,
         caches_weights,
     ],
@@ -199,6 +252,80 @@ def _state(net: Any) -> list[Any]:
     switched = [(one.scale, one.active[0], dict(one.scales)) for one in net.layers]
     wanted = [one.requires_grad for one in net.parameters()]
     return [flags, switched, wanted, [digest(one) for one in net.buffers()]]
+
+
+def test_a_layer_runs_again_with_context_variables_of_its_own_thread(tmp_path: Path) -> None:
+    """Backward of a device runs in a thread that has none of those that the script has set."""
+
+    def run(around: Callable[[Any], Any]) -> list[Any]:
+        torch.manual_seed(3)
+        net = Net()
+        with around(net):
+            loss = sets_a_context_variable(net, torch.randn(2, TOKENS, HIDDEN))
+            backward = threading.Thread(target=loss.backward)
+            STRENGTH.set(3.0)
+            backward.start()
+            backward.join()
+            return [digest(loss), gradients_of(net)]
+
+    def offloaded(net: Any) -> Any:
+        return offload_activations(net, tmp_path, min_bytes=1, recompute_layers="all")
+
+    found, expected = (
+        contextvars.copy_context().run(run, around)
+        for around in (offloaded, contextlib.nullcontext)
+    )
+    assert found == expected
+
+
+def test_a_parameter_that_is_changed_in_place_before_a_layer_runs_again_is_refused(
+    tmp_path: Path,
+) -> None:
+    """Autograd saves no bias: with biases alone that are trained it has the gradients of before."""
+    net = Net()
+    with offload_activations(net, tmp_path, min_bytes=1, recompute_layers="all"):
+        loss = net(torch.randn(2, TOKENS, HIDDEN).requires_grad_()).square().mean()
+        with torch.no_grad():
+            net.layers[1].project.bias += 1  # type: ignore[operator, union-attr]
+        buffers = list(net.buffers())
+        with pytest.raises(ChangedInPlaceError, match=r"a parameter, bias, .* before the opt"):
+            loss.backward()  # type: ignore[no-untyped-call]
+        assert all(one is other for one, other in zip(net.buffers(), buffers, strict=True))
+
+
+def test_a_large_buffer_that_is_changed_in_place_before_a_layer_runs_again_is_refused(
+    tmp_path: Path,
+) -> None:
+    net = Net()
+    for layer in net.layers:
+        layer.shift = torch.zeros(40, TOKENS, HIDDEN)
+    with offload_activations(net, tmp_path, min_bytes=1, recompute_layers="all"):
+        loss = net(torch.randn(40, TOKENS, HIDDEN)).square().mean()
+        net.layers[1].shift += 1  # type: ignore[operator]
+        with pytest.raises(ChangedInPlaceError, match="a buffer, shift, of a layer"):
+            loss.backward()  # type: ignore[no-untyped-call]
+
+
+def test_a_layer_is_not_recomputed_within_forward_mode(tmp_path: Path) -> None:
+    """Its tangents are gone by backward."""
+
+    def run(recomputed: str | None) -> list[Any]:
+        torch.manual_seed(3)
+        net = torch.nn.Sequential(
+            *(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(2))
+        )
+        with offload_activations(
+            net, tmp_path, min_bytes=1, recompute_layers=recomputed
+        ) as offload:
+            x = torch.randn(4, 8).requires_grad_()
+            with forward_ad.dual_level():
+                made = net(forward_ad.make_dual(x, torch.ones_like(x)))
+                value, tangent = forward_ad.unpack_dual(made)
+            (value.square().mean() + tangent.square().mean()).backward()
+            assert offload.statistics["recomputed_layers"] == 0
+        return [digest(x.grad), gradients_of(net)]
+
+    assert run("all") == run(None)
 
 
 class Adding(Block):

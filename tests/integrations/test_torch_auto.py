@@ -260,6 +260,24 @@ def test_layers_that_are_not_there_are_refused(
         trained(1, tmp_path, mode="ssd", **settings)
 
 
+@pytest.mark.parametrize(
+    ("named", "words"), [("0.*", "and 0.a has none in its name"), ("Stack", "and the model itself")]
+)
+def test_layers_without_numbers_are_not_said_to_be_missing(
+    named: str, words: str, tmp_path: Path
+) -> None:
+    model = torch.nn.Sequential(torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4)}))
+    with pytest.raises(
+        ConfigurationError, match="recompute_layers names layers by numbers, " + words
+    ):
+        offload_activations(
+            Stack() if named == "Stack" else model,
+            tmp_path,
+            layers=[named],
+            recompute_layers="all",
+        )
+
+
 def test_a_model_without_layers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="no modules that repeat"):
         offload_activations(torch.nn.Linear(4, 4), tmp_path, mode="auto")

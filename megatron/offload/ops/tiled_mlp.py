@@ -22,6 +22,7 @@ only says so: the last of these is handed on.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,6 +138,7 @@ class _Tiled(torch.autograd.Function):
         ctx.run, ctx.tiles, ctx.as_before = run, tiles, as_before
         ctx.drawn = []  # states of generators before each tile
         ctx.autocast = _autocast_like_now(x.device.type)
+        ctx.variables = contextvars.copy_context()
         ctx.replayed_by = tiles.replayed_by
         ctx.save_for_backward(x, *parameters)
 
@@ -161,7 +163,7 @@ class _Tiled(torch.autograd.Function):
             drawn = ctx.drawn[number].again() if ctx.drawn else contextlib.nullcontext()
             with torch.enable_grad(), ctx.autocast(), saves(), drawn, ctx.as_before():
                 tile = x.narrow(tiles.dim, begin, rows).detach().requires_grad_(needs_x)
-                result = ctx.run(tile)
+                result = ctx.variables.copy().run(ctx.run, tile)
             inputs = [tile, *wanted] if needs_x else wanted
             given = grad.narrow(tiles.dim, begin, rows)
             found = torch.autograd.grad(result, inputs, given, allow_unused=True)

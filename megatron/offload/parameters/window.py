@@ -278,9 +278,10 @@ class ParameterWindow:
             )
         if self.units and torch.is_grad_enabled():
             raise OffloadError(
-                f"{PARAMETERS_PREFIX}a backward pass with create_graph=True makes a graph that "
-                "needs weights of all layers, and they come layer by layer; for gradients of "
-                "gradients keep parameters in memory: close() the handle before the forward pass"
+                f"{PARAMETERS_PREFIX}a backward pass with create_graph=True, as torch.func.grad "
+                "runs it, makes a graph that needs weights of all layers, and they come layer by "
+                "layer; for such gradients keep parameters in memory: close() the handle before "
+                "the forward pass"
             )
 
     # -- Between steps --------------------------------------------------------------------------

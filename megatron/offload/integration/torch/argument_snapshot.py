@@ -20,6 +20,7 @@ a graph is never copied: a layer that changes that in place does not run again.
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,7 +60,7 @@ class Changes:
 
 
 class ArgumentSnapshot:
-    """The arguments of a call, noted before it.
+    """The arguments of a call, and the context variables that it finds, noted before it.
 
     Args:
         args: of the call.
@@ -86,6 +87,8 @@ class ArgumentSnapshot:
         self._tensors: dict[int, NotedTensor] = {}  # by their addresses
         named = zip([*positions, *self._keys], self._given, strict=True)
         self._structure = Structure(named, self._noted)
+        # By backward they are others again, and a device's backward runs in a thread of its own.
+        self._variables = contextvars.copy_context()
 
     def _noted(self, tensor: torch.Tensor, path: Path, is_inside: bool) -> Any:
         one = self._tensors.get(id(tensor))
@@ -139,6 +142,8 @@ class ArgumentSnapshot:
         args = tuple(argument(one) for one in args)
         kwargs = {key: argument(one) for key, one in kwargs.items()}
         try:
+            if runs_again:
+                return self._variables.copy().run(forward, *args, **kwargs)
             return forward(*args, **kwargs)
         except (RuntimeError, NotImplementedError) as error:
             self._explain(error)

@@ -8,7 +8,8 @@ parameters are frozen, hooks that were there for one forward pass are gone, the 
 another condition for its next pass, or has taken it away. So all of that is kept, whether the first
 run has changed it or not. Tensors are held as those among arguments are: Note [Tensors among
 arguments]. Not held are parameters and views of them: FSDP gathers such ones anew, and they are
-large.
+large. So a parameter that an optimizer's step has changed in place by then is an error. It is one
+for autograd too, where autograd has saved the parameter, as it saves weights but no biases.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from megatron.offload.integration.torch.noted_tensor import (
     NotedTensor,
     is_strided,
     nodes_before,
+    version_of,
 )
 
 # Torch's own, and what is in the place of the layer's forward while it runs.
@@ -83,7 +85,9 @@ class AttributeSnapshot:
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []  # and what they were
         self._containers: list[tuple[Any, Any]] = []  # and what was in them
         self._of_torch: list[tuple[Any, Any]] = []  # hooks and parameters, and what was in them
-        self._wants_gradient: list[tuple[torch.Tensor, bool]] = []
+        # Parameters by their names, whether they want a gradient, and versions after a first run.
+        self._wants_gradient: list[tuple[str, torch.Tensor, bool]] = []
+        self._versions: list[int] = []
         seen: set[int] = set()
         for module in _modules(layer):
             attributes = vars(module)
@@ -92,7 +96,9 @@ class AttributeSnapshot:
             if parameters and type(parameters) is dict:  # DeepSpeed's dict gathers what is read
                 self._of_torch.append((parameters, parameters.copy()))
                 self._wants_gradient += [
-                    (one, one.requires_grad) for one in parameters.values() if one is not None
+                    (name, one, one.requires_grad)
+                    for name, one in parameters.items()
+                    if one is not None
                 ]
             if module is not layer:  # it is the layer's forward that runs again
                 self._of_torch += [(own, own.copy()) for one in _HOOKS if (own := attributes[one])]
@@ -166,6 +172,7 @@ class AttributeSnapshot:
             (changes.refused if one.has_graph else changes.copied).add(one.path)
         if not self._copies:
             return
+        self._versions = [version_of(one) for _, one, _ in self._wants_gradient]
         for one in changed:
             if one.copy is None:
                 raise ChangedInPlaceError(
@@ -193,8 +200,16 @@ class AttributeSnapshot:
         """A context in which the layer has what it had before.
 
         Raises:
-            ChangedInPlaceError: the layer has failed, and a tensor that it had is no longer there.
+            ChangedInPlaceError: a parameter was changed in place since, or the layer has failed,
+                and a tensor that it had is no longer there.
         """
+        for (name, parameter, _), version in zip(self._wants_gradient, self._versions, strict=True):
+            if version_of(parameter) != version:
+                raise ChangedInPlaceError(
+                    f"a parameter, {name}, of a layer that is to be recomputed was changed in "
+                    "place since the layer ran; call backward() before the optimizer's step, or "
+                    "do not recompute the layer"
+                )
         copies = {id(one): one.copy.clone() for one in self._noted.values() if one.copy is not None}
 
         def found(value: Any) -> Any:
@@ -210,7 +225,7 @@ class AttributeSnapshot:
         attributes = [
             (now, {name: now.get(name, _ABSENT) for name in before}) for now, before in differing
         ]
-        frozen = [one for one in self._wants_gradient if one[0].requires_grad is not one[1]]
+        frozen = [one[1:] for one in self._wants_gradient if one[1].requires_grad is not one[2]]
         for container, before in changed:
             _fill(container, before)
         for now, before in differing:

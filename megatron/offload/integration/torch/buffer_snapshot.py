@@ -9,6 +9,11 @@ from typing import Any
 
 import torch
 
+from megatron.offload.errors import ChangedInPlaceError
+from megatron.offload.integration.torch.noted_tensor import version_of
+
+_SMALL_BYTES = 1 << 16  # a copy that may turn out not to be needed is kept
+
 
 class BufferSnapshot:
     """What a layer's buffers held when this was made, for when its forward runs again.
@@ -18,7 +23,8 @@ class BufferSnapshot:
     again gets copies of its own: it starts with what the first one has found, changes nothing that
     later passes need, and what backward saves of these stays as it is. A buffer that it has left
     alone is the same one when it runs again, also if others have put another in its place since
-    (`functional_call` does).
+    (`functional_call` does). If others have changed it in place, it gets a copy of what it has
+    found, as long as the buffer is small; of large ones no copies are kept.
     """
 
     def __init__(self, layer: torch.nn.Module) -> None:
@@ -30,7 +36,8 @@ class BufferSnapshot:
         ]
         copies = {buffer: buffer.detach().clone() for _, _, buffer in places}  # one may be shared
         self._before = [(*place, copies[place[-1]]) for place in places]
-        self._same: list[tuple[dict[str, Any], str, torch.Tensor]] = []  # and left alone
+        # And left alone: with its version, and with a copy of a small one.
+        self._same: list[tuple[dict[str, Any], str, torch.Tensor, int, torch.Tensor | None]] = []
 
     def keep_changed(self) -> None:
         """That forward has ended: lets go of copies that are not needed. Waits for the device."""
@@ -39,21 +46,39 @@ class BufferSnapshot:
             if owner.get(name) is not buffer or not torch.equal(buffer, copy):
                 self._before.append((owner, name, buffer, copy))
             else:
-                self._same.append((owner, name, buffer))
+                small = copy if copy.nbytes <= _SMALL_BYTES else None
+                self._same.append((owner, name, buffer, version_of(buffer), small))
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """A context in which the layer has copies of what its buffers held before."""
+        """A context in which the layer has copies of what its buffers held before.
+
+        Raises:
+            ChangedInPlaceError: others have changed a large one in place.
+        """
         copies = {copy: copy.clone() for *_, copy in self._before}
         places = [(owner, name) for owner, name, *_ in self._before]
-        places += [(owner, name) for owner, name, _ in self._same]
+        places += [(owner, name) for owner, name, *_ in self._same]
         present = [(owner, name, owner.get(name)) for owner, name in places]
-        for owner, name, _, copy in self._before:
-            owner[name] = copies[copy]
-        for owner, name, same in self._same:
-            owner[name] = same
+        found = [
+            (owner, name, same if version_of(same) == version else _found(name, small))
+            for owner, name, same, version, small in self._same
+        ]
+        found += [(owner, name, copies[copy]) for owner, name, _, copy in self._before]
+        for owner, name, one in found:
+            owner[name] = one
         try:
             yield
         finally:
             for owner, name, buffer in present:
                 owner[name] = buffer
+
+
+def _found(name: str, copy: torch.Tensor | None) -> torch.Tensor:
+    if copy is None:
+        raise ChangedInPlaceError(
+            f"a buffer, {name}, of a layer that is to be recomputed was changed in place since the "
+            "layer ran; change it after the backward pass, put a new tensor there, or do not "
+            "recompute the layer"
+        )
+    return copy

@@ -46,7 +46,12 @@ from megatron.offload.integration.torch.attribute_snapshot import (
 from megatron.offload.integration.torch.buffer_snapshot import BufferSnapshot
 from megatron.offload.integration.torch.module_hooks import is_compiled
 from megatron.offload.integration.torch.passes import Passes, computed_in, tensors_in
-from megatron.offload.integration.torch.surroundings import attention_kernels, computed_weights
+from megatron.offload.integration.torch.surroundings import (
+    attention_kernels,
+    computed_weights,
+    in_forward_mode,
+    modes,
+)
 from megatron.offload.layer_major.other_numbers import OtherNumbers
 from megatron.offload.planner.profile.profiler import Profiler
 from megatron.offload.planner.profile.timings import LayerTimings
@@ -158,6 +163,7 @@ class LayerCalls:
             is_replaced
             and self._is_recomputed(engine, layer, scope.layer)
             and any(one.requires_grad for one in inputs)
+            and not in_forward_mode()  # it would run again without tangents
         )
         if self._profiler is not None:
             self._timings = self._profiler.begin_layer(scope, inputs, recomputes=self._recomputes)
@@ -290,11 +296,11 @@ class LayerCalls:
         buffers = BufferSnapshot(self._layer)
         attributes = AttributeSnapshot(self._layer, self._changed[self._layer])
         numbers = _NumberSnapshot([*self._layer.modules(), *tree_leaves((args, kwargs))])
-        kernels, weights = attention_kernels(), computed_weights()
+        others = attention_kernels(), computed_weights(), modes()
 
         def contexts() -> tuple[_Context, _Context]:
-            restored = buffers.restored, attributes.restored, numbers.restored, kernels, weights
-            return contextlib.nullcontext(), _Recomputations(noted, *restored)
+            restored = buffers.restored, attributes.restored, numbers.restored
+            return contextlib.nullcontext(), _Recomputations(noted, *restored, *others)
 
         run = functools.partial(arguments.run, forward)
         passed, in_names = arguments.passed()
@@ -340,8 +346,10 @@ class _Recomputations(contextlib.AbstractContextManager[None]):
         self._entered = contextlib.ExitStack()
 
     def __enter__(self) -> None:
-        for context in self._contexts:
-            self._entered.enter_context(context())
+        with contextlib.ExitStack() as entered:  # leaves them again if one raises
+            for context in self._contexts:
+                entered.enter_context(context())
+            self._entered = entered.pop_all()
 
     def __exit__(self, *error: Any) -> bool | None:
         return self._entered.__exit__(*error)

@@ -33,7 +33,7 @@ class NotedTensor:
         self.is_held = False
         self.copy: torch.Tensor | None = None
         self.is_gone = False
-        self._version = _version(tensor)
+        self._version = version_of(tensor)
         self._strong: torch.Tensor | None = tensor
         self._weak = weakref.ref(tensor)
         self._shape: torch.Tensor | None = None
@@ -42,7 +42,7 @@ class NotedTensor:
     def was_changed(self) -> bool:
         """Whether it is there and no longer as it was."""
         tensor = self._weak()
-        return tensor is not None and _version(tensor) != self._version
+        return tensor is not None and version_of(tensor) != self._version
 
     def settle(self, used: set[Any]) -> None:
         """The layer has run: holds what a second run needs.
@@ -78,7 +78,8 @@ def is_strided(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided
 
 
-def _version(tensor: torch.Tensor) -> int:
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor has been changed in place, as far as autograd counts it."""
     return 0 if tensor.is_inference() else tensor._version
 
 

@@ -94,6 +94,11 @@ class OptimizerOffload:
             return
         check_state_keys(optimizer)
         params = [param for group in optimizer.param_groups for param in group["params"]]
+        if not params:
+            raise ConfigurationError(
+                f"{StatesConfig.prefix}this {type(optimizer).__name__} has no parameters, so "
+                "nothing of it can move; give it parameters before, or leave its states alone"
+            )
         device = open_device(params[0].device)
         budget_bytes = config.device_memory_budget_bytes
         step_by: OptimizerSlice | None = None
@@ -190,7 +195,15 @@ class OptimizerOffload:
     def _hook(self, optimizer: torch.optim.Optimizer, states: OptimizerStates) -> None:
         offload = self
 
-        def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        def step(
+            self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, **others: Any
+        ) -> Any:
+            if others:
+                raise ConfigurationError(
+                    f"{StatesConfig.prefix}step() was called with {', '.join(others)}, and a step "
+                    "in slices takes a closure alone; put it into the optimizer's param_groups or "
+                    "its attributes, or keep its states in memory"
+                )
             if torch.compiler.is_compiling():
                 _refuse_compiled()
             loss = None

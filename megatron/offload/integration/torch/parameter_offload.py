@@ -413,7 +413,7 @@ def _params_of(
                     f"{name} is on the meta device and has no values; give weights=, the folder of "
                     "the saved model"
                 )
-            if not param.is_floating_point():
+            if not (param.is_floating_point() or param.is_complex()):
                 raise _refusal(f"{name} has type {param.dtype}, which has no NaN")
             units[number][id(param)] = param
     found = [list(params.values()) for params in units]

@@ -100,6 +100,12 @@ def check_named(layers: Iterable[str], **sets: LayerSet | None) -> None:
     for name, chosen in sets.items():
         if chosen is None or (missing := chosen.missing(layers)) is None:
             continue
+        without = [one for one in layers if not one.rpartition(".")[2].isdecimal()]
+        if len(without) == len(layers) > 0:
+            raise ConfigurationError(
+                f"{name} names layers by numbers, and {without[0] or 'the model itself'} has none "
+                "in its name; put the layers into a torch.nn.ModuleList or Sequential"
+            )
         there = f"the layers are {layers[0]} to {layers[-1]}" if layers else "no layers were found"
         raise ConfigurationError(
             f"{name} names layer {missing}, and {there}; numbers are those in the names of "

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
+from torch.overrides import _get_current_function_mode_stack
 
 
 def can_hook() -> bool:
@@ -31,6 +32,11 @@ def compiles_backward() -> bool:
 def in_transform() -> bool:
     """Whether a transform of torch.func is under way."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def in_forward_mode() -> bool:
+    """Whether gradients are computed in forward mode, which ends before a backward pass begins."""
+    return torch.autograd.forward_ad._current_level >= 0
 
 
 def in_backward() -> bool:
@@ -59,6 +65,27 @@ def attention_kernels() -> Callable[[], contextlib.AbstractContextManager[None]]
 
 def _allowed() -> list[SDPBackend]:
     return [kernel for kernel, is_enabled in _KERNELS.items() if is_enabled()]
+
+
+def modes() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Makes contexts in which torch makes tensors of the default type, and in which its functions
+    go through the modes (`TorchFunctionMode`, `torch.device` as a context), of now."""
+    dtype, entered = torch.get_default_dtype(), _get_current_function_mode_stack()
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        present_dtype, present = torch.get_default_dtype(), _get_current_function_mode_stack()
+        with contextlib.ExitStack() as stack:
+            for one in entered:
+                if not any(one is other for other in present):  # and the mode is not told of it
+                    torch._C._push_on_torch_function_stack(one)
+                    stack.callback(torch._C._pop_torch_function_stack)
+            if dtype is not present_dtype:
+                torch.set_default_dtype(dtype)
+                stack.callback(torch.set_default_dtype, present_dtype)
+            yield
+
+    return context
 
 
 def computed_weights() -> Callable[[], contextlib.AbstractContextManager[None]]:
