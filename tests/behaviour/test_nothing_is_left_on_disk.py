@@ -78,18 +78,6 @@ def test_a_file_system_without_o_tmpfile_gets_a_file_that_is_unlinked_at_once(
     assert_same(run_step(model, x, engine), run_step(model, x))
 
 
-def test_two_engines_in_one_directory_do_not_meet(make_engine):
-    model, x, other_x = Model(), torch.randn(3, 17, 32), torch.randn(3, 17, 32)
-    plain, other_plain = run_step(model, x), run_step(model, other_x)
-    first, second = make_engine(io="buffered"), make_engine(io="buffered")
-    other: list[object] = []
-    ours = run_step(
-        model, x, first, between=lambda: other.append(run_step(Model(), other_x, second))
-    )
-    assert_same(ours, plain)
-    assert_same(other[0], other_plain)
-
-
 @pytest.mark.parametrize("kind", ["missing", "a file", "too small"])
 def test_a_directory_that_cannot_work_is_one_sentence(tmp_path, kind):
     directory = tmp_path / "d"
