@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many threads compute in tests of behaviour that ask for it."""
+"""What tests of behaviour ask for: threads that compute, and an end of what does not end."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.layer_major import waiting_threads
+from tests.support.watchdog import Watchdog
 
 
 @pytest.fixture
@@ -15,3 +16,10 @@ def one_thread_for_each_pass(one_compute_thread: None) -> Iterator[None]:
     """Else each forward pass's thread starts a team of its own; and none of them is left."""
     yield
     assert not waiting_threads()
+
+
+@pytest.fixture
+def watchdog() -> Iterator[Watchdog]:
+    one = Watchdog()
+    yield one
+    one.close()

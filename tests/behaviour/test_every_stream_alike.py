@@ -19,12 +19,11 @@ import random
 import re
 import select
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +36,7 @@ from megatron.offload.tiers import mapped
 from megatron.offload.tiers.drive import Health
 from megatron.offload.tiers.file import UnlinkedFile
 from megatron.offload.tiers.ssd import SsdTier
+from tests.support.interrupts import Interrupt, moments_of
 from tests.support.streams import (
     ACTIVATIONS,
     FROZEN,
@@ -346,43 +346,6 @@ def test_after_a_cut_pass_the_step_is_taken_again(
     assert_same(training.outcome(), without_offload(stream, 0, 1, 2))
 
 
-class CtrlC:
-    """Raises KeyboardInterrupt at the n-th moment at which a signal can arrive in our code.
-
-    CPython looks for signals when a Python function begins and when a C function has returned: not
-    between a lock's release and the line before it, where a trace function could raise.
-    """
-
-    _OURS = ("/megatron/offload/", "/threading.py", "/concurrent/futures/", "/contextlib.py")
-
-    def __init__(self, at: int | None = None) -> None:
-        self.num_moments = 0
-        self.where = ""
-        self._at = at
-
-    def __enter__(self) -> CtrlC:
-        sys.setprofile(self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.setprofile(None)
-
-    def _note(self, frame: FrameType, event: str, _: Any) -> None:
-        name = frame.f_code.co_filename
-        if event not in ("call", "c_return") or not any(part in name for part in self._OURS):
-            return
-        self.num_moments += 1
-        if self.num_moments == self._at:
-            self.where = f"{name}:{frame.f_lineno}"
-            raise KeyboardInterrupt
-
-
-def num_moments_of(work: Callable[[], None]) -> int:
-    with CtrlC() as counted:
-        work()
-    return counted.num_moments
-
-
 @promise(
     "Ctrl-C anywhere in our code",
     "training goes on with the same bits, or a sentence says why it does not; from a checkpoint "
@@ -396,20 +359,20 @@ def test_after_ctrl_c_training_goes_on(
     if part == "step":
         training.passes(2)
     work = (lambda: training.passes(2)) if part == "passes" else training.optimizer.step
-    num_moments = num_moments_of(work)
+    moments = [(m, n + 1) for m, times in moments_of(work).items() for n in range(times)]
     if part == "passes":
         training.optimizer.step()
     saved = training.checkpoint()
     expected = without_offload(stream, 0, 1, 2, 3)
-    if num_moments < 10:  # there is nothing of ours in it
+    if len(moments) < 10:  # there is nothing of ours in it
         return
-    for at in random.Random(34).sample(range(1, num_moments), 10):
+    for moment, number in random.Random(34).sample(moments, 10):
         training.load(saved)
         if part == "step":
             training.passes(3)
-        interrupt, was_interrupted = CtrlC(at), False
+        was_interrupted = False
         try:
-            with interrupt:
+            with Interrupt(moment, number, KeyboardInterrupt):
                 training.passes(3) if part == "passes" else training.optimizer.step()
         except KeyboardInterrupt:
             was_interrupted = True
@@ -427,7 +390,7 @@ def test_after_ctrl_c_training_goes_on(
         try:
             assert_same(found, expected, losses=False)
         except AssertionError as error:
-            raise AssertionError(f"interrupted at {interrupt.where}") from error
+            raise AssertionError(f"interrupted at {moment}") from error
 
 
 # -- Copies and checkpoints ---------------------------------------------------------------------

@@ -14,7 +14,7 @@ import itertools
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +45,6 @@ MOST = 1000  # calls of one kind in a part; a part has far fewer
 @pytest.fixture
 def fault(monkeypatch: pytest.MonkeyPatch) -> NthFault:
     return NthFault(monkeypatch)
-
-
-@pytest.fixture
-def watchdog() -> Iterator[Watchdog]:
-    one = Watchdog()
-    yield one
-    one.close()
 
 
 def checkpoint_of(stream: str) -> dict[str, Any]:

@@ -11,8 +11,6 @@ import functools
 import itertools
 import logging
 import os
-import signal
-import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -38,7 +36,6 @@ from megatron.offload.tiers.file import UnlinkedFile
 from megatron.offload.tiers.io_threads import IoThreads
 from tests.behaviour.test_optimizer_states_stay_bit_identical import OPTIMIZERS, Trained, same
 from tests.support.mounts import MountedDisk, mounted_ext4
-from tests.support.processes import finish, start_python
 from tests.support.training import moving
 from tests.support.waiting import SOON_S
 
@@ -391,14 +388,6 @@ def test_a_flipped_bit_ends_training(offloaded: Callable[..., Trained]) -> None:
         trained.train(1)
 
 
-def test_a_flipped_bit_comes_into_no_checkpoint(offloaded: Callable[..., Trained]) -> None:
-    trained = offloaded()
-    trained.train(3)
-    flip_a_bit(trained)
-    with pytest.raises(LostStateError, match="checksum mismatch"):
-        trained.optimizer.state_dict()
-
-
 @pytest.mark.parametrize("number", [0, -1], ids=["before an update", "in mid step"])
 def test_a_lost_state_is_replaced_by_a_checkpoint(
     number: int, offloaded: Callable[..., Trained]
@@ -683,52 +672,3 @@ def test_states_that_wait_to_be_written_are_back_after_close(
     trained.handle.close()
     assert same(trained.result, expected.result)
     assert not [t for t in threading.enumerate() if str(tmp_path) in t.name]
-
-
-def test_a_slow_disk_changes_nothing_but_time(offloaded: Callable[..., Trained]) -> None:
-    expected = Trained(ADAMW).train(3)
-    trained = offloaded(write_bytes_per_s=1e6)
-    assert same(trained.train(3).result, expected.result)
-
-
-def test_two_optimizers_in_one_directory_do_not_meet(offloaded: Callable[..., Trained]) -> None:
-    expected = Trained(ADAMW).train(4)
-    first, second = offloaded(), offloaded()
-    for _ in range(4):
-        first.train(1)
-        second.train(1)
-    assert same(first.result, expected.result) and same(second.result, expected.result)
-
-
-def test_the_file_has_no_name_and_mode_0600(
-    offloaded: Callable[..., Trained], tmp_path: Path
-) -> None:
-    trained = offloaded()
-    trained.train(1)
-    assert os.listdir(tmp_path) == []
-    status = os.fstat(drive_of(trained).file.fd)
-    assert status.st_nlink == 0 and stat.S_IMODE(status.st_mode) == 0o600
-
-
-KILLED = """
-    import os, signal, sys
-    import torch
-    from megatron.offload import offload_optimizer
-
-    params = [torch.nn.Parameter(torch.zeros(1 << 18)) for _ in range(4)]
-    optimizer = torch.optim.AdamW(params)
-    offload_optimizer(optimizer, sys.argv[1], window_bytes=0, bucket_bytes="1MiB")
-    for param in params:
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    os.kill(os.getpid(), signal.SIGKILL)  # the last writes are under way
-"""
-
-
-@pytest.mark.slow
-def test_kill_9_leaves_nothing(disk: MountedDisk) -> None:
-    before = disk.free_bytes
-    code, output, errors = finish(start_python(KILLED, disk.path))
-    assert code == -signal.SIGKILL, errors + output
-    assert {path.name for path in disk.path.iterdir()} <= {"lost+found"}
-    assert disk.free_bytes == before

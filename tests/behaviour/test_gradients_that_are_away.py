@@ -24,8 +24,6 @@ from megatron.offload.moving.bucket import Bucket
 from megatron.offload.moving.storage import Where
 from megatron.offload.parameters.gradients import Gradients
 from megatron.offload.parameters.offloaded_gradient import OffloadedGradient, bucket_of
-from megatron.offload.tiers.drive import Drive
-from megatron.offload.tiers.file import UnlinkedFile
 from tests.behaviour.test_gradient_offload import batches_of, weights_leave_alone
 from tests.behaviour.test_layer_major_steps import HIDDEN, Language
 from tests.support.layer_major import failing_at
@@ -270,52 +268,6 @@ def test_what_no_tier_takes_stays_in_memory(
     assert torch.equal(session.param.grad, gradient)
     session.optimizer.step()
     assert isinstance(session.param.grad, OffloadedGradient)
-
-
-def test_what_could_not_be_written_is_still_there(
-    session: Session,
-    of_one_step: Language,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def broken(*_: Any) -> None:
-        raise OSError(5, "Input/output error")
-
-    assert session.handle.window is not None
-    for unit in session.handle.window.units:
-        unit.wait_for_write()  # of its parameters
-    monkeypatch.setattr(UnlinkedFile, "write", broken)
-    with caplog.at_level(logging.WARNING):
-        session.passes()
-        buckets = session.buckets()
-    assert any(bucket.where is Where.IN_MEMORY for bucket in buckets)
-    assert "a write failed" in caplog.text and "nothing is lost" in caplog.text
-    session.handle.bring_gradients()
-    for ours, theirs in zip(session.model.parameters(), of_one_step.parameters(), strict=True):
-        assert ours.grad is not None and theirs.grad is not None
-        assert torch.equal(ours.grad, theirs.grad)
-
-
-def test_a_read_that_fails_once_is_tried_again(
-    session: Session, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    session.passes()
-    session.buckets()
-    right = Drive.begin_read
-    monkeypatch.setattr(Drive, "begin_read", failing_once(right))
-    with caplog.at_level(logging.WARNING):
-        session.handle.bring_gradients()
-    assert caplog.text.count("gradients: a read failed ([Errno 5] Input/output error)") == 1
-
-
-def failing_once(right: Callable[..., Any]) -> Callable[..., Any]:
-    fail = failing_at(1, OSError(5, "Input/output error"))
-
-    def read(self: Drive, *args: Any) -> Any:
-        fail()
-        return right(self, *args)
-
-    return read
 
 
 def test_a_flipped_bit_ends_the_training_and_no_step_goes_on(tmp_path: Path) -> None:

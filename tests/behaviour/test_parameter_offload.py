@@ -255,17 +255,6 @@ def test_after_closing_the_model_is_as_it_was(tmp_path: Path) -> None:
         assert torch.equal(one, other) and one.is_contiguous()
 
 
-def test_a_model_that_somebody_copies_is_whole(
-    offloaded: tuple[Language, ParameterOffload],
-) -> None:
-    model, handle = offloaded
-    handle.expose()
-    twin = copy.deepcopy(dict(model.named_parameters()))
-    handle.close()
-    for name, param in model.named_parameters():
-        assert torch.equal(twin[name], param)
-
-
 def test_a_deep_copy_of_a_model_is_whole_and_another_model(
     offloaded: tuple[Language, ParameterOffload],
 ) -> None:

@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,7 +27,7 @@ import torch
 from megatron.offload.errors import OffloadError
 from megatron.offload.machine.autocast import autocast_depth
 from megatron.offload.tiers.file import UnlinkedFile
-from tests.support.interrupts import Interrupt, Moment, moments_of
+from tests.support.interrupts import Interrupt, Moment, Raising, moments_of
 from tests.support.streams import (
     ACTIVATIONS,
     STATES,
@@ -56,25 +55,20 @@ class StoppedError(Exception):
     """What a handler of SIGTERM raises where it is written so."""
 
 
-class Signal:
+class Signal(Raising):
     """SIGALRM after so many seconds; its handler raises.
 
     Args:
         after_s: seconds from when it is entered; it does not come after the exit.
         kind: what the handler raises.
-
-    Attributes:
-        has_come, was_dropped: as `Interrupt`'s.
     """
 
     def __init__(self, after_s: float, kind: type[BaseException]) -> None:
+        super().__init__(kind)
         self._after_s = after_s
-        self._kind = kind
-        self.has_come = False
-        self.was_dropped = False
 
     def __enter__(self) -> Signal:
-        self._hook, sys.unraisablehook = sys.unraisablehook, self._drop
+        super().__enter__()
         self._before = signal.signal(signal.SIGALRM, self._stop)
         signal.setitimer(signal.ITIMER_REAL, self._after_s)
         return self
@@ -84,24 +78,11 @@ class Signal:
             signal.setitimer(signal.ITIMER_REAL, 0)
         finally:
             signal.signal(signal.SIGALRM, self._before)
-            sys.unraisablehook = self._hook
-
-    def _drop(self, unraisable: Any) -> None:
-        if isinstance(unraisable.exc_value, self._kind):
-            self.was_dropped = True
-        else:
-            self._hook(unraisable)
+            super().__exit__()
 
     def _stop(self, _: int, __: FrameType | None) -> None:
         self.has_come = True
         raise self._kind
-
-
-@pytest.fixture
-def watchdog() -> Iterator[Watchdog]:
-    one = Watchdog()
-    yield one
-    one.close()
 
 
 def steps_taken(training: Training) -> set[float]:

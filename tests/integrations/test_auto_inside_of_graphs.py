@@ -21,11 +21,7 @@ BLOCKS = [f"blocks.{number}" for number in range(3)]
 BUDGET = {"mode": "auto", "memory_budget_bytes": "1GiB"}
 
 
-@pytest.fixture(autouse=True)
-def compiled_anew() -> Any:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("compiled_anew")
 
 
 class Twice(Stack):

@@ -23,12 +23,7 @@ from tests.support.compiled import HIDDEN, Stack, assert_same, batch, trained, w
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
 
-@pytest.fixture(autouse=True)
-def compiled_anew() -> Any:
-    torch.compiler.reset()
-    compiled_graphs._saved.clear()
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("compiled_anew")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

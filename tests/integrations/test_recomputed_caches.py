@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +40,10 @@ _BART = {
     "encoder_ffn_dim": HIDDEN,
     "decoder_ffn_dim": HIDDEN,
 }
+# Where several threads add gradients, as in DeepSeek-V3's experts, no run equals another.
+pytestmark = pytest.mark.usefixtures("one_compute_thread")
+
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Where several threads add gradients, as in DeepSeek-V3's experts, no run equals another."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # By what their caches are: keys and values, windows of them, states of convolutions and of linear

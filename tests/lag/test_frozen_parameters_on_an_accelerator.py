@@ -15,6 +15,7 @@ from megatron.offload.device.open import open_device
 from megatron.offload.parameters.file_tier import FileBlock, FileTier
 from megatron.offload.parameters.weight_files import SavedPiece, WeightFiles
 from megatron.offload.sizes import MIB
+from tests.support.accelerators import assert_equal
 from tests.support.frozen import round_matrices
 from tests.support.lag.module import LagModule
 from tests.support.training import Stack
@@ -36,12 +37,6 @@ def save_file() -> SaveFile:
 
 def batch(step: int) -> torch.Tensor:
     return torch.randn(2, 16, HIDDEN, generator=torch.Generator().manual_seed(step)).to(DEVICE)
-
-
-def assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    assert len(ours) == len(theirs)
-    for place, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        assert torch.equal(mine, other), place
 
 
 def frozen_stack() -> Stack:

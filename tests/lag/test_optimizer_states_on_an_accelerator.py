@@ -16,7 +16,7 @@ from megatron.offload.integration.torch.optimizer import OptimizerOffload, offlo
 from megatron.offload.moving.storage import Where
 from megatron.offload.sizes import MIB
 from megatron.offload.tiers.host import HostTier
-from tests.support.accelerators import Lag
+from tests.support.accelerators import assert_equal
 from tests.support.lag.module import LagModule
 from tests.support.waiting import wait_until
 
@@ -25,6 +25,8 @@ _BUCKET = 2 * 4 * _WIDTH * (_WIDTH + 1)  # bytes of Adam's states of a layer
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
+pytestmark = pytest.mark.usefixtures("accelerator", "lag")
+
 
 def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2)
@@ -32,14 +34,6 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 
 def fused(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2, fused=True)
-
-
-@pytest.fixture(autouse=True)
-def accelerator(lag: LagModule) -> Iterator[Lag]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # kernels of several streams have a core each
-    yield Lag(lag)
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -86,11 +80,6 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torc
     for state in optimizer.state_dict()["state"].values():
         results += [value for value in state.values() if isinstance(value, torch.Tensor)]
     return [one.cpu().clone() for one in results]
-
-
-def assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    for mine, other in zip(ours, theirs, strict=True):
-        assert torch.equal(mine, other)
 
 
 SETTINGS = [

@@ -24,7 +24,7 @@ from megatron.offload.moving.storage import Where
 from megatron.offload.parameters.unit import ParameterUnit
 from megatron.offload.sizes import MIB
 from megatron.offload.tiers.drive import Drive
-from tests.support.accelerators import Lag
+from tests.support.accelerators import Lag, assert_equal
 from tests.support.beneath import beneath
 from tests.support.lag.module import LagModule
 from tests.support.training import Stack, moving
@@ -78,12 +78,6 @@ def train(
     lag.reset()
     found += [one.detach().cpu() for one in model.parameters()]
     return [one.cpu() for one in found]
-
-
-def assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    assert len(ours) == len(theirs)
-    for place, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        assert torch.equal(mine, other), place
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from megatron.offload.activations.saved.storage_reference import StorageReferenc
 from megatron.offload.activations.transfer import write_batch
 from megatron.offload.device.accelerator import AcceleratorDevice
 from megatron.offload.integration.torch.offload import ActivationOffload
+from tests.support.accelerators import assert_equal
 from tests.support.lag.module import LagModule
 from tests.support.lag.platform import LagPlatform
 from tests.support.waiting import wait_until
@@ -206,12 +207,6 @@ def train(
         assert bool(streams.handle.statistics["num_replays"]) is ("replay" not in settings)
         streams.handle.close()
     return found
-
-
-def assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    assert len(ours) == len(theirs)
-    for place, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        assert torch.equal(mine, other), place
 
 
 @pytest.fixture

@@ -114,3 +114,10 @@ class Lag(Accelerator):
 
     def nap(self) -> None:
         self.module.sleep(0.001)
+
+
+def assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    """Bit for bit."""
+    assert len(ours) == len(theirs)
+    for place, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert torch.equal(mine, other), place

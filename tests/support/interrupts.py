@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import megatron.offload
 
@@ -59,12 +59,10 @@ def moments_of(work: Callable[[], Any]) -> dict[Moment, int]:
     return found
 
 
-class Interrupt:
-    """Raises once, when the thread that enters it comes to a moment for the n-th time.
+class Raising:
+    """Raises once while it is entered.
 
     Args:
-        moment: the moment.
-        number: n, from 1.
         kind: what it raises.
 
     Attributes:
@@ -72,21 +70,47 @@ class Interrupt:
         was_dropped: within a finalizer, out of which Python lets no exception.
     """
 
-    def __init__(self, moment: Moment, number: int, kind: type[BaseException]) -> None:
-        self._moment = moment
-        self._left = number
+    def __init__(self, kind: type[BaseException]) -> None:
         self._kind = kind
         self.has_come = False
         self.was_dropped = False
 
-    def __enter__(self) -> Interrupt:
+    def __enter__(self) -> Self:
         self._hook, sys.unraisablehook = sys.unraisablehook, self._drop
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.unraisablehook = self._hook
+
+    def _drop(self, unraisable: Any) -> None:
+        if isinstance(unraisable.exc_value, self._kind):
+            self.was_dropped = True
+        else:
+            self._hook(unraisable)
+
+
+class Interrupt(Raising):
+    """Raises when the thread that enters it comes to a moment for the n-th time.
+
+    Args:
+        moment: the moment.
+        number: n, from 1.
+        kind: what it raises.
+    """
+
+    def __init__(self, moment: Moment, number: int, kind: type[BaseException]) -> None:
+        super().__init__(kind)
+        self._moment = moment
+        self._left = number
+
+    def __enter__(self) -> Self:
+        super().__enter__()
         sys.setprofile(self._look)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
-        sys.unraisablehook = self._hook
+        super().__exit__()
 
     def _look(self, frame: FrameType, event: str, _: object) -> None:
         if _moment(frame, event) == self._moment:
@@ -95,9 +119,3 @@ class Interrupt:
                 sys.setprofile(None)
                 self.has_come = True
                 raise self._kind
-
-    def _drop(self, unraisable: Any) -> None:
-        if isinstance(unraisable.exc_value, self._kind):
-            self.was_dropped = True
-        else:
-            self._hook(unraisable)

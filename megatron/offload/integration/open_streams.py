@@ -11,13 +11,27 @@ import enum
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 
 from megatron.offload.parameters.window import ParameterWindow
 
 _T = TypeVar("_T")
+
+
+class Handle:
+    """What a door gives. It is closed at the end of a `with` block."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends what it has opened."""
+        raise NotImplementedError
 
 
 class StepBy(enum.Enum):

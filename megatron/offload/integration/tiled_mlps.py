@@ -38,10 +38,8 @@ import torch
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.own_attributes import put
 from megatron.offload.integration.replaced_forwards import ReplacedForwards
-from megatron.offload.integration.torch.attribute_snapshot import (
-    AttributeSnapshot,
-    ChangedAttributes,
-)
+from megatron.offload.integration.torch.attribute_snapshot import AttributeSnapshot
+from megatron.offload.integration.torch.noted_tensor import Changes
 from megatron.offload.ops.tiled_mlp import (
     Tiles,
     in_tiles,
@@ -110,7 +108,7 @@ class _Mlp:
         self._places = [
             (owner, one) for owner in module.modules() for one in owner._parameters if one
         ]
-        self._changed = ChangedAttributes()
+        self._changed = Changes("attribute")
         self._draws: dict[bool, bool] = {}  # random numbers, in training or not; once it is checked
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from megatron.offload.device.device import Device
 from megatron.offload.errors import PARAMETERS_PREFIX
-from megatron.offload.moving.storage import Ended, Where
-from megatron.offload.parameters.parameter_places import Part
+from megatron.offload.moving.storage import Where
 from megatron.offload.parameters.unit import ParameterUnit
 from megatron.offload.sizes import format_size
 from megatron.offload.tiers.ssd import SsdTier
@@ -34,26 +32,19 @@ class CopiedToShow(ParameterUnit):
     """A unit that is shown from a copy: Note [Shown from a copy].
 
     Args:
+        of_unit: those of `ParameterUnit`.
         tiers: that a copy may be written to.
-
-    The others are those of `ParameterUnit`.
     """
 
     def __init__(
         self,
-        name: str,
-        params: Sequence[torch.nn.Parameter],
-        device: Device,
-        parts: Mapping[torch.Tensor, Part] | None = None,
-        touched: Callable[[], bool] | None = None,
-        ended: Ended | None = None,
-        *,
+        *of_unit: Any,
         tiers: Sequence[Tier],
     ) -> None:
         self._tiers = list(tiers)
         self._copy: Any = None  # a block with the values
         self._has_warned = False
-        super().__init__(name, params, device, parts, touched, ended)
+        super().__init__(*of_unit)
 
     # -- What a kind of unit says -----------------------------------------------------------------
 

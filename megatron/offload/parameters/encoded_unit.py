@@ -12,16 +12,14 @@ rounded as well, with a warning.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from megatron.offload.device.device import Device
 from megatron.offload.errors import PARAMETERS_PREFIX, OffloadError
-from megatron.offload.moving.storage import Ended, Where
+from megatron.offload.moving.storage import Where
 from megatron.offload.parameters.copied_to_show import CopiedToShow
-from megatron.offload.parameters.parameter_places import Part
 from megatron.offload.parameters.unit_encoding import UnitEncoding
 from megatron.offload.parameters.weight_codec import WeightCodec
 from megatron.offload.tiers.mapped import own_pages
@@ -35,28 +33,21 @@ class EncodedUnit(CopiedToShow):
     """Frozen parameters in one storage; a tier has them in few bits each.
 
     Args:
+        of_unit: those of `ParameterUnit`.
         codec: of its matrices.
         tiers: for what is shown.
-
-    The others are those of `ParameterUnit`.
     """
 
     def __init__(
         self,
-        name: str,
-        params: Sequence[torch.nn.Parameter],
-        device: Device,
-        parts: Mapping[torch.Tensor, Part] | None = None,
-        touched: Callable[[], bool] | None = None,
-        ended: Ended | None = None,
-        *,
+        *of_unit: Any,
         codec: WeightCodec,
         tiers: Sequence[Tier],
     ) -> None:
         self._codec = codec
         self._encoding: UnitEncoding | None = None
         self._read: torch.UntypedStorage | None = None  # encoded bytes, or those that are coming
-        super().__init__(name, params, device, parts, touched, ended, tiers=tiers)
+        super().__init__(*of_unit, tiers=tiers)
 
     @property
     def encoding(self) -> UnitEncoding:

@@ -9,17 +9,15 @@ tiers like those of any other unit.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from megatron.offload.device.device import Device
 from megatron.offload.moving.only_copy import OnlyCopy
-from megatron.offload.moving.storage import Ended, Where
+from megatron.offload.moving.storage import Where
 from megatron.offload.parameters.copied_to_show import CopiedToShow
 from megatron.offload.parameters.file_tier import FileBlock, FileTier
-from megatron.offload.parameters.parameter_places import Part
 from megatron.offload.parameters.weight_files import SavedPiece
 from megatron.offload.tiers.mapped import own_pages
 from megatron.offload.tiers.tier import Tier
@@ -29,27 +27,20 @@ class FiledUnit(CopiedToShow):
     """Frozen parameters whose values are in files.
 
     Args:
+        of_unit: those of `ParameterUnit`.
         saved: of what each of the parameters is made, in their order.
         files: reads them.
         tiers: for what is changed or shown.
-
-    The others are those of `ParameterUnit`.
     """
 
     def __init__(
         self,
-        name: str,
-        params: Sequence[torch.nn.Parameter],
-        device: Device,
-        parts: Mapping[torch.Tensor, Part] | None = None,
-        touched: Callable[[], bool] | None = None,
-        ended: Ended | None = None,
-        *,
+        *of_unit: Any,
         saved: Sequence[Sequence[SavedPiece]],
         files: FileTier,
         tiers: Sequence[Tier],
     ) -> None:
-        super().__init__(name, params, device, parts, touched, ended, tiers=tiers)
+        super().__init__(*of_unit, tiers=tiers)
         self._slots = dict(self._layout.slots)
         pieces = [
             SavedPiece(tensor, slot.start_bytes + start)

@@ -38,7 +38,8 @@ def states_sections(
     mode = args.optimizer_state_offload
     if mode == "off" and not args.optimizer_state_dir:
         return []
-    args = argparse.Namespace(**{**vars(args), "optimizer_state_offload": _assumed(mode)})
+    assumed = "ssd" if mode == "off" else mode
+    args = argparse.Namespace(**{**vars(args), "optimizer_state_offload": assumed})
     try:
         config = states_config_from_args(args)
     except ConfigurationError as error:
@@ -54,10 +55,6 @@ def states_sections(
     if config.uses_host:
         checks.append(_host_check(config, limit))
     return [_section(checks)]
-
-
-def _assumed(mode: str) -> str:
-    return "ssd" if mode == "off" else mode
 
 
 def _section(checks: list[Check]) -> Section:

@@ -141,13 +141,9 @@ class OffloadCallback(TrainerOffload, TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Ends offload and says what the steps moved."""
-        self.close()
-        if self.offload is not None and self.figures is not None:
-            _say(self.figures.closing(), args, state)
-            if state.is_world_process_zero:
-                logger.info("%s", self.offload.summary())
-            if self.frozen is not None and state.is_world_process_zero:
-                logger.info("%s", self.frozen.report())
+        self.end_training(
+            lambda line: _say(line, args, state), is_first=state.is_world_process_zero
+        )
 
     def _come_first(self) -> None:
         """See Note [The first of the callbacks]."""

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,8 +10,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from megatron.offload.integration.torch.trainer_callback import TrainerOffload
-
-logger = logging.getLogger(__name__)
 
 
 class OffloadCallback(TrainerOffload, Callback):
@@ -70,13 +67,7 @@ class OffloadCallback(TrainerOffload, Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ends offload, before the Trainer moves optimizers' states, and says what moved."""
-        self.close()
-        if self.offload is not None and self.figures is not None:
-            rank_zero_info(self.figures.closing())
-            if trainer.is_global_zero:
-                logger.info("%s", self.offload.summary())
-            if self.frozen is not None and trainer.is_global_zero:
-                logger.info("%s", self.frozen.report())
+        self.end_training(rank_zero_info, is_first=trainer.is_global_zero)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException

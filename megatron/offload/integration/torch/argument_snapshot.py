@@ -22,41 +22,21 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from megatron.offload.errors import ChangedInPlaceError, OffloadError
+from megatron.offload.errors import ChangedInPlaceError
 from megatron.offload.integration.torch.noted_tensor import (
+    Changes,
     NotedTensor,
+    NotedTensors,
     is_strided,
     nodes_before,
 )
 from megatron.offload.integration.torch.structures import Path, Structure, text_of
 
 _SMALL_BYTES = 1 << 16  # for a copy that may turn out not to be needed
-
-
-@dataclass
-class Changes:
-    """What the calls of a layer have been seen to change in place among their arguments.
-
-    Attributes:
-        is_known: whether a call has been seen.
-        copied: tensors without a graph: later calls copy them.
-        refused: tensors with a graph: the layer cannot run again.
-    """
-
-    is_known: bool = False
-    copied: set[Path] = field(default_factory=set)
-    refused: set[Path] = field(default_factory=set)
-
-    @property
-    def sentence(self) -> str:
-        """What keeps the layer from running again; empty: nothing does."""
-        names = sorted(map(text_of, self.refused))
-        return f"changes its argument {names[0]} in place" if names else ""
 
 
 class ArgumentSnapshot:
@@ -84,7 +64,7 @@ class ArgumentSnapshot:
         self._num_args, self._keys = len(args), list(kwargs)
         positions = [names[i] if i < len(names) else f"argument {i + 1}" for i in range(len(args))]
         self._given: list[Any] | None = [*args, *kwargs.values()]
-        self._tensors: dict[int, NotedTensor] = {}  # by their addresses
+        self._tensors = NotedTensors()
         named = zip([*positions, *self._keys], self._given, strict=True)
         self._structure = Structure(named, self._noted)
         # By backward they are others again, and a device's backward runs in a thread of its own.
@@ -146,7 +126,8 @@ class ArgumentSnapshot:
                 return self._variables.copy().run(forward, *args, **kwargs)
             return forward(*args, **kwargs)
         except (RuntimeError, NotImplementedError) as error:
-            self._explain(error)
+            advice = "give layers what stays as it is until backward, or do not recompute this one"
+            self._tensors.explain(error, "its arguments", advice)
             raise
 
     # -- After it -------------------------------------------------------------------------------
@@ -158,19 +139,10 @@ class ArgumentSnapshot:
             ChangedInPlaceError: it cannot run again as it is to.
         """
         given, self._given = self._given or [], None
-        self._changes.is_known = True
-        changed = [one for one in self._tensors.values() if one.was_changed]
-        for one in changed:
-            (self._changes.refused if one.has_graph else self._changes.copied).add(one.path)
+        advice = "have the layer change a copy"
+        self._tensors.note_changes(self._changes, advice, copies=self._copies)
         if not self._copies:
             return
-        for one in changed:
-            if one.copy is None:
-                raise ChangedInPlaceError(
-                    f"a layer that is to be recomputed has changed its argument "
-                    f"{text_of(one.path)} in place, and needs it as it was; have the layer change "
-                    "a copy, or do not recompute it"
-                )
         of_others = [one for one in self._tensors.values() if one.is_inside and one.has_graph]
         used = nodes_before(self._begin, results) if of_others else set()
         for one in self._tensors.values():
@@ -189,26 +161,7 @@ class ArgumentSnapshot:
                     f"{text_of(one.path)}, with which a recomputed layer was called, was changed "
                     "in place since; change a copy of it, or do not recompute the layer"
                 )
-        copies = {
-            id(one): one.copy.clone() for one in self._tensors.values() if one.copy is not None
-        }
-
-        def tensor_of(value: Any) -> Any:
-            if not isinstance(value, NotedTensor):
-                return value
-            return copies[id(value)] if id(value) in copies else value.present()
-
-        return self._structure.made(tensor_of)
-
-    def _explain(self, error: Exception) -> None:
-        """Raises an error that says more, if the layer may have used a tensor without bytes."""
-        gone = [text_of(one.path) for one in self._tensors.values() if one.is_gone]
-        if gone and not isinstance(error, OffloadError):
-            raise ChangedInPlaceError(
-                f"a layer could not run again ({error}); among its arguments are tensors that are "
-                f"gone or were changed in place since, such as {gone[0]}: give layers what stays "
-                "as it is until backward, or do not recompute this one"
-            ) from error
+        return self._structure.made(self._tensors.present())
 
 
 class _Given:

@@ -17,14 +17,15 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from megatron.offload.errors import ChangedInPlaceError, OffloadError
+from megatron.offload.errors import ChangedInPlaceError
 from megatron.offload.integration.torch.noted_tensor import (
+    Changes,
     NotedTensor,
+    NotedTensors,
     is_strided,
     nodes_before,
     version_of,
@@ -38,26 +39,6 @@ _ABSENT: Any = object()
 _CONTAINERS = (list, dict, set)
 _NO_OBJECTS = (torch.nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType)
 _WITH_STATES_OF_THEIR_OWN = ("torch", "deepspeed")  # packages that gather parameters
-
-
-@dataclass
-class ChangedAttributes:
-    """Which tensors the calls of a layer have been seen to change in place in its modules.
-
-    Attributes:
-        is_known: whether a call has been seen.
-        copied: names of those without a graph: later calls copy them.
-        refused: names of those with a graph: the layer cannot run again.
-    """
-
-    is_known: bool = False
-    copied: set[str] = field(default_factory=set)
-    refused: set[str] = field(default_factory=set)
-
-    @property
-    def sentence(self) -> str:
-        """What keeps the layer from running again; empty: nothing does."""
-        return f"changes its attribute {min(self.refused)} in place" if self.refused else ""
 
 
 class AttributeSnapshot:
@@ -76,12 +57,10 @@ class AttributeSnapshot:
         copies: whether it is to run again. Else this only sees what it changes.
     """
 
-    def __init__(
-        self, layer: torch.nn.Module, changes: ChangedAttributes, *, copies: bool = True
-    ) -> None:
+    def __init__(self, layer: torch.nn.Module, changes: Changes, *, copies: bool = True) -> None:
         self._changes, self._copies = changes, copies
         self._begin: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-        self._noted: dict[int, NotedTensor] = {}  # by the addresses of tensors
+        self._noted = NotedTensors()
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []  # and what they were
         self._containers: list[tuple[Any, Any]] = []  # and what was in them
         self._of_torch: list[tuple[Any, Any]] = []  # hooks and parameters, and what was in them
@@ -145,10 +124,11 @@ class AttributeSnapshot:
     def _noted_as(self, tensor: torch.Tensor, name: str) -> NotedTensor:
         one = self._noted.get(id(tensor))
         if one is None:
-            one = self._noted[id(tensor)] = NotedTensor(tensor, name)
+            path = None, name
+            one = self._noted[id(tensor)] = NotedTensor(tensor, path)
             one.is_held = True
             # The first call shows which are changed; until it ends there are copies of all.
-            may_change = not self._changes.is_known or name in self._changes.copied
+            may_change = not self._changes.is_known or path in self._changes.copied
             is_plain = is_strided(tensor) and not tensor.is_inference()
             if self._copies and may_change and is_plain and not one.has_graph:
                 one.copy = tensor.detach().clone()
@@ -165,21 +145,12 @@ class AttributeSnapshot:
         Raises:
             ChangedInPlaceError: it cannot run again as it is to.
         """
-        changes, noted = self._changes, self._noted.values()
-        changes.is_known = True
-        changed = [one for one in noted if one.was_changed]
-        for one in changed:
-            (changes.refused if one.has_graph else changes.copied).add(one.path)
+        advice = "have the layer put a new tensor there"
+        self._noted.note_changes(self._changes, advice, copies=self._copies)
         if not self._copies:
             return
         self._versions = [version_of(one) for _, one, _ in self._wants_gradient]
-        for one in changed:
-            if one.copy is None:
-                raise ChangedInPlaceError(
-                    f"a layer that is to be recomputed has changed its attribute {one.path} in "
-                    "place, and needs it as it was; have the layer put a new tensor there, or do "
-                    "not recompute it"
-                )
+        noted = self._noted.values()
         used = nodes_before(self._begin, results) if any(one.has_graph for one in noted) else set()
         for one in noted:
             one.settle(used)
@@ -210,13 +181,7 @@ class AttributeSnapshot:
                     "place since the layer ran; call backward() before the optimizer's step, or "
                     "do not recompute the layer"
                 )
-        copies = {id(one): one.copy.clone() for one in self._noted.values() if one.copy is not None}
-
-        def found(value: Any) -> Any:
-            if not isinstance(value, NotedTensor):
-                return value
-            return copies[id(value)] if id(value) in copies else value.present()
-
+        found = self._noted.present()
         contents = [(one, _each(content, found)) for one, content in self._containers]
         contents += self._of_torch
         changed = [(one, before) for one, before in contents if not _holds_the_same(one, before)]
@@ -235,7 +200,8 @@ class AttributeSnapshot:
         try:
             yield
         except (RuntimeError, NotImplementedError) as error:
-            self._explain(error)
+            advice = "leave them as they are until backward, or do not recompute the layer"
+            self._noted.explain(error, "the attributes of its modules", advice)
             raise
         finally:
             for now, present in attributes:
@@ -244,16 +210,6 @@ class AttributeSnapshot:
                 _fill(container, content)
             for parameter, wanted in frozen:
                 parameter.requires_grad_(not wanted)
-
-    def _explain(self, error: Exception) -> None:
-        """Raises an error that says more, if the layer may have used a tensor without bytes."""
-        gone = [one.path for one in self._noted.values() if one.is_gone]
-        if gone and not isinstance(error, OffloadError):
-            raise ChangedInPlaceError(
-                f"a layer could not run again ({error}); among the attributes of its modules are "
-                f"tensors that are gone or were changed in place since, such as {gone[0]}: leave "
-                "them as they are until backward, or do not recompute the layer"
-            ) from error
 
 
 def _modules(layer: torch.nn.Module) -> Iterator[torch.nn.Module]:

@@ -21,7 +21,7 @@ from megatron.offload.directories import resolved_directory
 from megatron.offload.errors import FEATURES_PREFIX, ConfigurationError
 from megatron.offload.frozen.digests import digest_of, row_digests
 from megatron.offload.frozen.store import FeatureStore
-from megatron.offload.integration.open_streams import OPEN
+from megatron.offload.integration.open_streams import OPEN, Handle
 from megatron.offload.integration.replaced_forwards import ReplacedForwards
 from megatron.offload.integration.torch.frozen_modules import ask_for_gradients, frozen_modules
 from megatron.offload.integration.torch.frozen_part import FrozenPart
@@ -36,7 +36,7 @@ _END: Any = object()
 _CODECS = {"off": None, "int8": INT8}
 
 
-class FrozenFeatures:
+class FrozenFeatures(Handle):
     """What `cache_frozen` returns: the parts of a model whose results are stored.
 
     Attributes:
@@ -53,12 +53,6 @@ class FrozenFeatures:
         self._before = (0, 0)  # hits and computed rows when the epoch began
         self._is_open = True
         OPEN.frozen.add(self)
-
-    def __enter__(self) -> FrozenFeatures:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     @property
     def modules(self) -> set[torch.nn.Module]:

@@ -38,13 +38,11 @@ from megatron.offload.activations.saved.scope import (
 )
 from megatron.offload.integration.own_attributes import replaced
 from megatron.offload.integration.replaced_forwards import InPlaceOf
-from megatron.offload.integration.torch.argument_snapshot import ArgumentSnapshot, Changes
-from megatron.offload.integration.torch.attribute_snapshot import (
-    AttributeSnapshot,
-    ChangedAttributes,
-)
+from megatron.offload.integration.torch.argument_snapshot import ArgumentSnapshot
+from megatron.offload.integration.torch.attribute_snapshot import AttributeSnapshot
 from megatron.offload.integration.torch.buffer_snapshot import BufferSnapshot
 from megatron.offload.integration.torch.module_hooks import is_compiled
+from megatron.offload.integration.torch.noted_tensor import Changes
 from megatron.offload.integration.torch.passes import Passes, computed_in, tensors_in
 from megatron.offload.integration.torch.surroundings import (
     attention_kernels,
@@ -91,9 +89,9 @@ class LayerCalls:
         self._watched: ArgumentSnapshot | None = None  # its arguments, where it is measured
         self._watched_attributes: AttributeSnapshot | None = None
         self._changes: collections.defaultdict[torch.nn.Module, Changes]
-        self._changes = collections.defaultdict(Changes)
-        self._changed: collections.defaultdict[torch.nn.Module, ChangedAttributes]
-        self._changed = collections.defaultdict(ChangedAttributes)
+        self._changes = collections.defaultdict(functools.partial(Changes, "argument"))
+        self._changed: collections.defaultdict[torch.nn.Module, Changes]
+        self._changed = collections.defaultdict(functools.partial(Changes, "attribute"))
         self._contexts = contextlib.ExitStack()  # around it, or around what runs after it
 
     def connect(self, passes: Passes, engine: OffloadEngine, profiler: Profiler | None) -> None:

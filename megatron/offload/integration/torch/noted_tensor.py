@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tensor that a layer finds before it runs, for when it runs again: `NotedTensor`.
+"""Tensors that a layer finds before it runs, for when it runs again: `NotedTensor`, `NotedTensors`.
 
 `argument_snapshot.py` notes those of arguments, `attribute_snapshot.py` those of modules. See Note
 [Tensors among arguments] there.
@@ -8,10 +8,38 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from megatron.offload.errors import ChangedInPlaceError, OffloadError
+from megatron.offload.integration.torch.structures import Path, text_of
+
+
+@dataclass
+class Changes:
+    """What the calls of a layer have been seen to change in place among what they find.
+
+    Attributes:
+        kind: of what they find, for people: its arguments or its attributes.
+        is_known: whether a call has been seen.
+        copied: tensors without a graph: later calls copy them.
+        refused: tensors with a graph: the layer cannot run again.
+    """
+
+    kind: str
+    is_known: bool = False
+    copied: set[Path] = field(default_factory=set)
+    refused: set[Path] = field(default_factory=set)
+
+    @property
+    def sentence(self) -> str:
+        """What keeps the layer from running again; empty: nothing does."""
+        if not self.refused:
+            return ""
+        return f"changes its {self.kind} {min(map(text_of, self.refused))} in place"
 
 
 class NotedTensor:
@@ -26,7 +54,7 @@ class NotedTensor:
         is_gone: whether a second run has found it no longer as it was.
     """
 
-    def __init__(self, tensor: torch.Tensor, path: Any) -> None:
+    def __init__(self, tensor: torch.Tensor, path: Path) -> None:
         self.path = path
         self.has_graph = tensor.requires_grad
         self.is_inside = False
@@ -72,6 +100,53 @@ class NotedTensor:
         self.is_gone = True
         assert self._shape is not None
         return self._shape
+
+
+class NotedTensors(dict[int, NotedTensor]):
+    """The tensors that a layer finds, by their addresses."""
+
+    def note_changes(self, changes: Changes, advice: str, *, copies: bool) -> None:
+        """The layer has run: adds what it has changed.
+
+        Args:
+            changes: of its calls.
+            advice: what its author can do.
+            copies: it is to run again.
+
+        Raises:
+            ChangedInPlaceError: it cannot.
+        """
+        changes.is_known = True
+        changed = [one for one in self.values() if one.was_changed]
+        for one in changed:
+            (changes.refused if one.has_graph else changes.copied).add(one.path)
+        for one in changed if copies else ():
+            if one.copy is None:
+                raise ChangedInPlaceError(
+                    f"a layer that is to be recomputed has changed its {changes.kind} "
+                    f"{text_of(one.path)} in place, and needs it as it was; {advice}, or do not "
+                    "recompute it"
+                )
+
+    def present(self) -> Callable[[Any], Any]:
+        """What gives a second run each of them as it was, and other values as they are."""
+        copies = {id(one): one.copy.clone() for one in self.values() if one.copy is not None}
+
+        def present(value: Any) -> Any:
+            if not isinstance(value, NotedTensor):
+                return value
+            return copies[id(value)] if id(value) in copies else value.present()
+
+        return present
+
+    def explain(self, error: Exception, where: str, advice: str) -> None:
+        """Raises an error that says more, if the layer may have used a tensor without bytes."""
+        gone = [text_of(one.path) for one in self.values() if one.is_gone]
+        if gone and not isinstance(error, OffloadError):
+            raise ChangedInPlaceError(
+                f"a layer could not run again ({error}); among {where} are tensors that are gone "
+                f"or were changed in place since, such as {gone[0]}: {advice}"
+            ) from error
 
 
 def is_strided(tensor: torch.Tensor) -> bool:

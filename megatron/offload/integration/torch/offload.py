@@ -24,7 +24,7 @@ from megatron.offload.config import OffloadConfig
 from megatron.offload.device.open import open_device
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.engine_passes import EnginePasses
-from megatron.offload.integration.open_streams import OPEN
+from megatron.offload.integration.open_streams import OPEN, Handle
 from megatron.offload.integration.own_attributes import Replaced
 from megatron.offload.integration.torch.compute_device import compute_device
 from megatron.offload.integration.torch.forward_steps import ForwardSteps
@@ -63,7 +63,7 @@ def _close_all() -> None:
         handle.close()
 
 
-class ActivationOffload:
+class ActivationOffload(Handle):
     """Activation offload of a model, from `offload_activations` until `close`.
 
     Attributes:
@@ -130,12 +130,6 @@ class ActivationOffload:
             self.close()
             raise
         OPEN.activations.add(self)
-
-    def __enter__(self) -> ActivationOffload:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     @property
     def _hooked(self) -> Sequence[torch.nn.Module]:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.integration.open_streams import Handle
 from megatron.offload.integration.torch.door import offload_activations
 from megatron.offload.integration.torch.layer_major import LayerMajor
 from megatron.offload.integration.torch.offload import ActivationOffload
@@ -29,7 +30,7 @@ B = TypeVar("B")
 Settings = bool | str | Mapping[str, Any] | None
 
 
-class Offload:
+class Offload(Handle):
     """What `offload` has opened of one model and its optimizer. Also a context manager.
 
     Attributes:
@@ -44,12 +45,6 @@ class Offload:
         self.optimizer_states: OptimizerOffload | None = None
         self.parameters: ParameterOffload | None = None
         self.layer_major: LayerMajor | None = None
-
-    def __enter__(self) -> Offload:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def step(
         self, micro_batches: Iterable[B], loss_of: Callable[[B], torch.Tensor]

@@ -33,7 +33,7 @@ from megatron.offload.integration.open_parameters import (
     tier_of,
     unit_of,
 )
-from megatron.offload.integration.open_streams import OPEN, StepBy
+from megatron.offload.integration.open_streams import OPEN, Handle, StepBy
 from megatron.offload.integration.own_attributes import put
 from megatron.offload.integration.torch.ranks import local_world_size
 from megatron.offload.integration.torch.refusals import OPTIMIZERS
@@ -52,7 +52,7 @@ from megatron.offload.stats.endurance import Endurance
 from megatron.offload.tiers.wear import WEAR
 
 
-class OptimizerOffload:
+class OptimizerOffload(Handle):
     """Offload of an optimizer's states, from `offload_optimizer` until `close`.
 
     Attributes:
@@ -140,12 +140,6 @@ class OptimizerOffload:
             for tier in tiers:
                 tier.close()
             raise
-
-    def __enter__(self) -> OptimizerOffload:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def close(self, *, restore: bool = True) -> None:
         """Leaves the optimizer as it was.

@@ -18,7 +18,7 @@ from megatron.offload.device.open import open_device
 from megatron.offload.errors import PARAMETERS_PREFIX, ConfigurationError
 from megatron.offload.integration.hook import OutsideOfGraphs
 from megatron.offload.integration.open_parameters import unit_of
-from megatron.offload.integration.open_streams import OPEN
+from megatron.offload.integration.open_streams import OPEN, Handle
 from megatron.offload.integration.torch.backward_passes import BackwardPasses, hook_first
 from megatron.offload.integration.torch.layer_parameters import LayerParameters, adapters_of
 from megatron.offload.integration.torch.layers import find_layers, params_outside
@@ -44,7 +44,7 @@ from megatron.offload.sizes import format_size
 from megatron.offload.values import parse_path
 
 
-class ParameterOffload:
+class ParameterOffload(Handle):
     """The parameters of a model's layers, which wait on a tier. Made by `offload_parameters`.
 
     Args:
@@ -126,12 +126,6 @@ class ParameterOffload:
         self._undo += [steps.close, *check_gradients(window.units)]
         for layer, number in layers.items():
             self._hook(layer, number, steps, passes)
-
-    def __enter__(self) -> ParameterOffload:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     @property
     def statistics(self) -> dict[str, int | float]:

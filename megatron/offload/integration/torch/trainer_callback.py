@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self, Unpack
 
 import torch
@@ -182,6 +182,22 @@ class TrainerOffload:
             self.frozen.close()
         while self.others:
             self.others.pop().close()
+
+    def end_training(self, say: Callable[[str], object], *, is_first: bool) -> None:
+        """Ends it and says what its steps moved: in a line by `say`, in full in the log.
+
+        Args:
+            say: shows a person a line.
+            is_first: this process writes the log.
+        """
+        self.close()
+        if self.offload is None or self.figures is None:
+            return
+        say(self.figures.closing())
+        if is_first:
+            logger.info("%s", self.offload.summary())
+        if self.frozen is not None and is_first:
+            logger.info("%s", self.frozen.report())
 
     def begin_step(self, batch: Any = None) -> None:
         """Begins to measure an optimizer step, or the next micro-batch of one.
