@@ -64,9 +64,8 @@ class AttributeSnapshot:
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []  # and what they were
         self._containers: list[tuple[Any, Any]] = []  # and what was in them
         self._of_torch: list[tuple[Any, Any]] = []  # hooks and parameters, and what was in them
-        # Parameters by their names, whether they want a gradient, and versions after a first run.
+        # Parameters by their names, whether they want a gradient, and versions: at first of now.
         self._wants_gradient: list[tuple[str, torch.Tensor, bool]] = []
-        self._versions: list[int] = []
         seen: set[int] = set()
         for module in _modules(layer):
             attributes = vars(module)
@@ -81,6 +80,11 @@ class AttributeSnapshot:
                 ]
             if module is not layer:  # it is the layer's forward that runs again
                 self._of_torch += [(own, own.copy()) for one in _HOOKS if (own := attributes[one])]
+
+        self._versions = self._parameter_versions()
+
+    def _parameter_versions(self) -> list[int]:
+        return [version_of(one) for _, one, _ in self._wants_gradient]
 
     def _note(self, owner: dict[str, Any], seen: set[int] | None) -> None:
         """Notes attributes of a module, or of an object that a module has.
@@ -149,7 +153,7 @@ class AttributeSnapshot:
         self._noted.note_changes(self._changes, advice, copies=self._copies)
         if not self._copies:
             return
-        self._versions = [version_of(one) for _, one, _ in self._wants_gradient]
+        self._versions = self._parameter_versions()  # a layer may write to its own
         noted = self._noted.values()
         used = nodes_before(self._begin, results) if any(one.has_graph for one in noted) else set()
         for one in noted:
@@ -174,8 +178,9 @@ class AttributeSnapshot:
             ChangedInPlaceError: a parameter was changed in place since, or the layer has failed,
                 and a tensor that it had is no longer there.
         """
-        for (name, parameter, _), version in zip(self._wants_gradient, self._versions, strict=True):
-            if version_of(parameter) != version:
+        versions = zip(self._parameter_versions(), self._versions, strict=True)
+        for (name, _, _), (current, version) in zip(self._wants_gradient, versions, strict=True):
+            if current != version:
                 raise ChangedInPlaceError(
                     f"a parameter, {name}, of a layer that is to be recomputed was changed in "
                     "place since the layer ran; call backward() before the optimizer's step, or "
