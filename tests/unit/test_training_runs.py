@@ -74,6 +74,15 @@ def test_steps_of_one_turn_are_compared() -> None:
     assert Run(Variant("auto", "offload"), 0, late, 2).times_by_turn(skip=0) == {2: 5}
 
 
+def test_of_several_steps_of_a_turn_the_last_counts() -> None:
+    steps = [step(n, time_s=n, peak=n % 2 * 9) for n in range(1, 8)]
+    run = Run(Variant("a", "offload"), 0, steps, 3, steps_a_turn=2)
+    assert run.times_by_turn(skip=1) == {0: 5.0, 1: 7.0}
+    assert run.step_time_s(skip=1) == 6.0
+    assert Run(run.variant, 0, steps[:-1], 2, 2).times_by_turn(skip=1) == {0: 4.0, 1: 6.0}
+    assert Run(run.variant, 0, steps[:-1], 2, 2).peak_bytes(skip=1) == 0
+
+
 def test_without_turns_rounds_are_compared() -> None:
     runs = [Run(Variant("a", "offload"), n, [step(1, time_s=2.0 + n)]) for n in range(2)]
     base = [Run(Variant("b", "offload"), n, [step(1, time_s=1.0 + n)]) for n in range(1, 3)]

@@ -7,8 +7,9 @@
     tools/bench/models.py --models llama --ways none,offload,checkpointing,auto --budgets 700MiB
     tools/bench/models.py --compiled --json compiled.json     # by inductor, four models
 
-Each way of training is a process of its own; they take turns, a step each, so that a machine that
-is slower for a while is so for all. All of a round are in memory side by side: the first has our
+Each way of training is a process of its own; they take turns, two steps each, so that a machine that
+is slower for a while is so for all. The second one counts: after a pause an allocator has given back
+what the next step uses. All of a round are in memory side by side: the first has our
 ways and checkpointing, the second what else there is, each with `none`. On a CPU `none` runs with
 two allocators, that of the C library and that of offload: time is compared with the faster `none`
 of the same turn, memory with the smaller one. Memory is the growth of the resident set over the
@@ -80,6 +81,7 @@ PEERS = ("save_on_cpu", "save_on_pinned", "trl", "torchtune", "axolotl_disk")
 _BOTH_ALLOCATORS = ("none",)
 _FIELDS = ("loss", "gradients", "weights")
 _SETTLED = 2  # first steps that do not count
+_STEPS_A_TURN = 2
 _MOST_STEPS_OF_AUTO = 40
 MOST_PEAK_RATIO, MOST_COMPILED_PEAK_RATIO, MOST_TIME_RATIO = 0.33, 0.40, 1.05
 
@@ -193,7 +195,7 @@ class Comparison:
 
 
 class Comparer:
-    """Trains one model in all ways, a step each in turn.
+    """Trains one model in all ways, two steps each in turn.
 
     Args:
         args: see `make_parser`.
@@ -262,11 +264,12 @@ class Comparer:
             first_turns = {way: len(one.steps) for way, one in waiting.items()}
             for turn in range(self._turns):
                 for way in order_of_round(list(waiting), turn):
-                    waiting[way].step()
+                    for _ in range(_STEPS_A_TURN):
+                        waiting[way].step()
                 bar.set_description(f"{self._folder.name} turn {turn + 1}")
                 bar.update()
             for way, one in waiting.items():
-                run = Run(way, number, one.steps, first_turns[way])
+                run = Run(way, number, one.steps, first_turns[way], _STEPS_A_TURN)
                 if run.settled_steps(_SETTLED):
                     found.runs.append(run)
                 else:  # `auto`, which still plans

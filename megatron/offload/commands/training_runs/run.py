@@ -62,19 +62,26 @@ class Run:
     Attributes:
         round: in which it ran.
         steps: the lines of its metrics.jsonl.
-        first_turn: how many steps it took before the trainings of its round began to take turns, a
-            step each; None: they did not.
+        first_turn: how many steps it took before the trainings of its round began to take turns;
+            None: they did not.
+        steps_a_turn: of which the last one counts. While others have their turns, an allocator
+            gives memory back that it would have had for the next step.
     """
 
     variant: Variant
     round: int
     steps: list[dict[str, Any]]
     first_turn: int | None = None
+    steps_a_turn: int = 1
 
     def settled_steps(self, skip: int) -> list[dict[str, Any]]:
         """The steps that count: see the function; only those in turns, if turns were taken."""
         settled = settled_steps(self.steps, skip)
-        return settled if self.first_turn is None else [s for s in settled if self._turn(s) >= 0]
+        if self.first_turn is None:
+            return settled
+        in_turns = [one for one in settled if int(one["step"]) > self.first_turn]
+        last = self.steps_a_turn - 1
+        return [one for one in in_turns if self._in_turns(one) % self.steps_a_turn == last]
 
     def step_time_s(self, skip: int) -> float:
         """Median time of the steps that count, in seconds."""
@@ -104,6 +111,9 @@ class Run:
         return median(step.get("offload", {}).get(name, 0) for step in self.settled_steps(skip))
 
     def _turn(self, step: dict[str, Any]) -> int:
+        return self._in_turns(step) // self.steps_a_turn
+
+    def _in_turns(self, step: dict[str, Any]) -> int:
         assert self.first_turn is not None
         return int(step["step"]) - 1 - self.first_turn
 
