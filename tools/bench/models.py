@@ -7,9 +7,9 @@
     tools/bench/models.py --models llama --ways none,offload,checkpointing,auto --budgets 700MiB
     tools/bench/models.py --compiled --json compiled.json     # by inductor, four models
 
-Each way of training is a process of its own; they take turns, two steps each, so that a machine that
-is slower for a while is so for all. The second one counts: after a pause an allocator has given back
-what the next step uses. All of a round are in memory side by side: the first has our
+Each way of training is a process of its own; they take turns, two steps each, so that a machine
+that is slower for a while is so for all. The second one counts: after a pause an allocator has
+given back what the next step uses. All of a round are in memory side by side: the first has our
 ways and checkpointing, the second what else there is, each with `none`. On a CPU `none` runs with
 two allocators, that of the C library and that of offload: time is compared with the faster `none`
 of the same turn, memory with the smaller one. Memory is the growth of the resident set over the
