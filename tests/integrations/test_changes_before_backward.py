@@ -306,6 +306,29 @@ def test_a_large_buffer_that_is_changed_in_place_before_a_layer_runs_again_is_re
             loss.backward()  # type: ignore[no-untyped-call]
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float64])
+def test_a_large_buffer_that_gets_the_same_values_again_is_as_it_was(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """As data parallelism gives it to all ranks, before the second of two forward passes."""
+
+    def run(recomputed: str | None, *, moves_one: bool = False) -> list[Any]:
+        torch.manual_seed(4)
+        net = Net()
+        for layer in net.layers:  # no whole words of eight bytes
+            layer.mask = torch.nn.Buffer((torch.randn(1 << 17) > 0)[: (1 << 17) - 7].to(dtype))
+        with offload_activations(net, tmp_path, min_bytes=1, recompute_layers=recomputed):
+            loss = net(torch.randn(2, TOKENS, HIDDEN)).square().mean()
+            for layer in net.layers:
+                layer.mask.copy_(layer.mask.roll(1) if moves_one else layer.mask.clone())
+            loss.backward()  # type: ignore[no-untyped-call]
+        return [loss.item(), gradients_of(net)]
+
+    assert run("all") == run(None)
+    with pytest.raises(ChangedInPlaceError, match="a buffer, mask, of a layer"):
+        run("all", moves_one=True)
+
+
 def test_a_layer_is_not_recomputed_within_forward_mode(tmp_path: Path) -> None:
     """Its tangents are gone by backward."""
 

@@ -13,6 +13,7 @@ from megatron.offload.errors import ChangedInPlaceError
 from megatron.offload.integration.torch.noted_tensor import version_of
 
 _SMALL_BYTES = 1 << 16  # a copy that may turn out not to be needed is kept
+_ODD = 0x1E3779B97F4A7C15  # products with odd numbers lose no bits
 
 
 class BufferSnapshot:
@@ -24,7 +25,8 @@ class BufferSnapshot:
     later passes need, and what backward saves of these stays as it is. A buffer that it has left
     alone is the same one when it runs again, also if others have put another in its place since
     (`functional_call` does). If others have changed it in place, it gets a copy of what it has
-    found, as long as the buffer is small; of large ones no copies are kept.
+    found, as long as the buffer is small. Of large ones no copies are kept, but a fingerprint: data
+    parallelism writes the same values into buffers again before each forward pass.
     """
 
     def __init__(self, layer: torch.nn.Module) -> None:
@@ -36,8 +38,8 @@ class BufferSnapshot:
         ]
         copies = {buffer: buffer.detach().clone() for _, _, buffer in places}  # one may be shared
         self._before = [(*place, copies[place[-1]]) for place in places]
-        # And left alone: with its version, and with a copy of a small one.
-        self._same: list[tuple[dict[str, Any], str, torch.Tensor, int, torch.Tensor | None]] = []
+        # And left alone: with its version, and a copy of a small one or a fingerprint.
+        self._same: list[tuple[dict[str, Any], str, torch.Tensor, int, torch.Tensor]] = []
 
     def keep_changed(self) -> None:
         """That forward has ended: lets go of copies that are not needed. Waits for the device."""
@@ -46,8 +48,8 @@ class BufferSnapshot:
             if owner.get(name) is not buffer or not torch.equal(buffer, copy):
                 self._before.append((owner, name, buffer, copy))
             else:
-                small = copy if copy.nbytes <= _SMALL_BYTES else None
-                self._same.append((owner, name, buffer, version_of(buffer), small))
+                kept = copy if _is_small(copy) else _fingerprint(copy)
+                self._same.append((owner, name, buffer, version_of(buffer), kept))
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -61,8 +63,8 @@ class BufferSnapshot:
         places += [(owner, name) for owner, name, *_ in self._same]
         present = [(owner, name, owner.get(name)) for owner, name in places]
         found = [
-            (owner, name, same if version_of(same) == version else _found(name, small))
-            for owner, name, same, version, small in self._same
+            (owner, name, same if version_of(same) == version else _found(name, same, kept))
+            for owner, name, same, version, kept in self._same
         ]
         found += [(owner, name, copies[copy]) for owner, name, _, copy in self._before]
         for owner, name, one in found:
@@ -74,11 +76,28 @@ class BufferSnapshot:
                 owner[name] = buffer
 
 
-def _found(name: str, copy: torch.Tensor | None) -> torch.Tensor:
-    if copy is None:
+def _found(name: str, buffer: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """What a buffer held that was written to."""
+    if _is_small(buffer):
+        return kept
+    if not torch.equal(_fingerprint(buffer), kept):
         raise ChangedInPlaceError(
             f"a buffer, {name}, of a layer that is to be recomputed was changed in place since the "
             "layer ran; change it after the backward pass, put a new tensor there, or do not "
             "recompute the layer"
         )
-    return copy
+    return buffer
+
+
+def _is_small(buffer: torch.Tensor) -> bool:
+    """Or is one whose bytes are not in rows."""
+    is_plain = type(buffer) is torch.Tensor and buffer.layout is torch.strided
+    return not is_plain or buffer.nbytes <= _SMALL_BYTES
+
+
+def _fingerprint(buffer: torch.Tensor) -> torch.Tensor:
+    """Two sums over all bytes, one of which goes by their places."""
+    as_bytes = buffer.detach().contiguous().flatten().view(torch.uint8)
+    words = torch.nn.functional.pad(as_bytes, (0, -as_bytes.numel() % 8)).view(torch.int64)
+    places = torch.arange(words.numel(), device=words.device).mul_(2).add_(1).mul_(_ODD)
+    return torch.stack([words.sum(), words.mul(places).sum()])
