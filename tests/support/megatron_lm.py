@@ -158,5 +158,10 @@ def settings(**changes: Any) -> SimpleNamespace:
         "pipeline_model_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": None,
         "microbatch_group_size_per_vp_stage": None,
+        "pipeline_model_parallel_layout": None,
+        "num_layers_in_first_pipeline_stage": None,
+        "num_layers_in_last_pipeline_stage": None,
+        "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
     }
     return SimpleNamespace(**{**values, **changes})

@@ -39,7 +39,7 @@ from megatron.offload.activations.saved.replayable_nodes import (
 from megatron.offload.activations.saved.resident import ResidentTensor
 from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.activations.saved.view import SavedView
-from megatron.offload.activations.saved.weight_casts import WeightCast
+from megatron.offload.activations.saved.weight_casts import WeightCast, is_away
 
 Held = SavedView | ResidentTensor | WeightCast  # what autograd holds of an operand
 
@@ -303,8 +303,7 @@ class RecipeSearch:
             return None
         leaf = getattr(following, "variable", None)  # of its accumulator
         if leaf is not None:
-            is_plain = type(leaf) is torch.nn.Parameter or getattr(leaf, "is_plain", False)
-            if is_plain and leaf.device == self._available.device:
+            if not is_away(leaf) and leaf.device == self._available.device:
                 return self._operand(ResidentTensor(leaf, self._available.scope))
             return None
         return self.result(following, number)

@@ -85,7 +85,7 @@ class WeightCasts:
                 kind = kind_of(one)
                 if not kind.is_all_bytes or kind.is_inference:
                     continue
-                storage = 0 if _is_away(one) else one.untyped_storage()._cdata
+                storage = 0 if is_away(one) else one.untyped_storage()._cdata
                 self._weights[id(one)] = _Weight(weakref.ref(one), one._version, one.shape, storage)
                 self._is_any_elsewhere |= one.device != self._device
 
@@ -120,7 +120,7 @@ class WeightCasts:
             is_autocast and cast.dtype is torch.get_autocast_dtype(self._device.type)
         ):
             return None
-        if cast._version or tensor.dtype is not cast.dtype or _is_away(param):
+        if cast._version or tensor.dtype is not cast.dtype or is_away(param):
             return None
         if storage.nbytes() != cast.nbytes or cast.storage_offset():
             return None
@@ -223,7 +223,7 @@ class WeightCast:
         found = ""
         if alias._version != self._version:
             found = f"has been modified by an inplace operation: it is at version {alias._version}"
-        elif (param is not None and _is_away(param)) or _has_less(alias):
+        elif (param is not None and is_away(param)) or _has_less(alias):
             found = "is not in memory"
         if found:
             raise ChangedInPlaceError(
@@ -239,10 +239,10 @@ class WeightCast:
             return content.copy_(alias)
 
 
-def _is_away(param: torch.Tensor) -> bool:
+def is_away(param: torch.Tensor) -> bool:
     """Whether the bytes of a parameter may be on a tier: it has another class while its layer does
-    not compute."""
-    return type(param) is not torch.nn.Parameter
+    not compute (`ComputingParameter`, while it does, says so)."""
+    return type(param) is not torch.nn.Parameter and not getattr(param, "is_plain", False)
 
 
 def _has_less(tensor: torch.Tensor) -> bool:

@@ -147,7 +147,10 @@ def _saved_by_layers(
 
 
 def _layers_of_chunks(settings: Any, stage: int) -> list[int]:
-    """How many layers each model chunk of a pipeline stage has, as Megatron divides them."""
+    """How many layers each model chunk of a pipeline stage has, as Megatron divides them.
+
+    Of what Megatron refuses to divide when it builds the model: as many in each, rounded up.
+    """
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
@@ -155,7 +158,11 @@ def _layers_of_chunks(settings: Any, stage: int) -> list[int]:
     uneven = getattr(settings, "pipeline_model_parallel_layout", None)
     if uneven is not None:  # asked otherwise, it answers for this process's stage
         return [uneven.layout[stage][chunk].count(LayerType.decoder) for chunk in chunks]
-    return [get_num_layers_to_build(settings, vp_stage=one, pp_rank=stage) for one in chunks]
+    try:
+        return [get_num_layers_to_build(settings, vp_stage=one, pp_rank=stage) for one in chunks]
+    except AssertionError:
+        all_chunks = settings.pipeline_model_parallel_size * len(chunks)
+        return [-(-settings.num_layers // all_chunks) for _ in chunks]
 
 
 def stage_of(rank: int, world_size: int, settings: Any) -> int:
