@@ -248,6 +248,50 @@ def test_what_inductor_would_write_over_is_right(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_compute_thread")
+class Shared(torch.nn.Module):
+    """Has weights that two products use: an embedding tied to the output, a layer called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.words = torch.nn.Embedding(512, 2 * HIDDEN)
+        self.norm = torch.nn.LayerNorm(2 * HIDDEN)
+        self.up = torch.nn.Linear(2 * HIDDEN, 2 * HIDDEN)
+        self.bias = torch.nn.Parameter(torch.zeros(512))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.words(tokens))
+        x = self.norm(self.up(self.up(x).tanh() + x).tanh())
+        logits = torch.nn.functional.linear(x, self.words.weight, self.bias)
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+@pytest.mark.slow
+def test_products_that_inductor_adds_to_others_have_the_same_bits(tmp_path: Path) -> None:
+    """It adds up the two gradients of a weight within a product, if nothing else takes it."""
+
+    def gradients(directory: Path | None) -> list[torch.Tensor]:
+        torch.compiler.reset()
+        model = Shared()
+        compiled: Any = torch.compile(model, backend="inductor")
+        tokens = torch.randint(0, 512, (4, HIDDEN), generator=torch.Generator().manual_seed(1))
+        with contextlib.ExitStack() as stack:
+            if directory is not None:
+                stack.enter_context(
+                    offload_activations(model, directory, min_bytes=1024, inside_graphs=True)
+                )
+            compiled(tokens).backward()
+        return [one.grad for one in model.parameters() if one.grad is not None]
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        found, expected = gradients(tmp_path), gradients(None)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(found) == 6
+    assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize("compiled_first", [True, False])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_llama_has_the_same_bits(backend: str, compiled_first: bool, tmp_path: Path) -> None:

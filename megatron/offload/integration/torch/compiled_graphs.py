@@ -21,7 +21,9 @@ Note [What inductor must not do]
   does not fill its storage is copied first.
 - Choose another layout for what is written than for what a graph gives out; it would copy shells.
 - Make a tensor only because an operator of ours names it, for the order: other operations would be
-  fused then, with other bits. So `after` is always the result of a matrix product.
+  fused then, with other bits. So `after` is always the result of a matrix product, and of one that
+  no elementwise operation takes: a product and a sum become one operation if nothing else takes the
+  product (the gradient of a tied embedding).
 """
 
 from __future__ import annotations
@@ -56,6 +58,7 @@ from megatron.offload.integration.torch.graph_nodes import (
     bytes_of,
     layer_of,
     made_of,
+    may_be_fused,
     may_change,
     storage_of,
 )
@@ -73,7 +76,7 @@ _LIBRARY.define("wait_for_read(Tensor shell, Tensor? after) -> Tensor")
 _COMPILE = "aot_stage2_compile"  # gets a joint graph, and what divides it, of any backend
 _BOTH_AT_ONCE = "force_non_lazy_backward_lowering"
 _REWRITTEN = "megatron_offload"  # in what is noted of a graph
-_FORMAT = 6  # of graphs in inductor's caches
+_FORMAT = 7  # of graphs in inductor's caches
 
 _of_thread = threading.local()  # `.calls`: of the forward pass that this thread is in
 
@@ -261,7 +264,7 @@ class _FirstUse(NamedTuple):
 
     number: int  # among the first uses of all
     node: fx.Node
-    after: fx.Node | None  # the last matrix product before it
+    after: fx.Node | None  # the last matrix product before it, of those that stay by themselves
 
 
 def _uses_in(graph: fx.Graph) -> dict[fx.Node, _FirstUse]:
@@ -272,7 +275,7 @@ def _uses_in(graph: fx.Graph) -> dict[fx.Node, _FirstUse]:
         for one in node.all_input_nodes:
             if one.op == "placeholder" and one not in found:
                 found[one] = _FirstUse(len(found), node, product)
-        if node.target in PRODUCTS:
+        if node.target in PRODUCTS and not may_be_fused(node):
             product = node
     return found
 

@@ -60,6 +60,20 @@ def may_change(node: fx.Node) -> bool:
     return False
 
 
+def may_be_fused(product: fx.Node) -> bool:
+    """Whether inductor may make one operation of a matrix product and what takes its result."""
+    shape, todo = product.meta["val"].shape, [product]
+    while todo:
+        node = todo.pop()
+        views = [user for user in node.users if made_of(user) is node]
+        others = [user for user in node.users if user not in views and user.op != "output"]
+        is_taken = any(user.target not in PRODUCTS for user in others)
+        if is_taken and node.meta["val"].shape == shape:
+            return True
+        todo += views
+    return False
+
+
 def layer_of(node: fx.Node, layers: Collection[str]) -> str:
     """The call of a layer that makes a tensor, by its name; empty: none of these."""
     stack: dict[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
