@@ -267,8 +267,11 @@ class Shared(torch.nn.Module):
 
 
 @pytest.mark.slow
-def test_products_that_inductor_adds_to_others_have_the_same_bits(tmp_path: Path) -> None:
+def test_products_that_inductor_adds_to_others_have_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It adds up the two gradients of a weight within a product, if nothing else takes it."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
 
     def gradients(directory: Path | None) -> list[torch.Tensor]:
         torch.compiler.reset()
