@@ -289,6 +289,7 @@ def _read_late(placeholder: fx.Node, use: _FirstUse, shell: fx.Node) -> None:
     with graph.inserting_before(use.node):
         tensor = graph.call_function(_ops().wait_for_read.default, (new, use.after))
     tensor.meta.update(placeholder.meta)
+    tensor.meta.pop("eager_input_vals", None)  # of the operator that made it, as a custom one has
     placeholder.replace_all_uses_with(tensor)
     graph.erase_node(placeholder)
 
