@@ -295,6 +295,43 @@ def test_products_that_inductor_adds_to_others_have_the_same_bits(
     assert all(map(torch.equal, found, expected))
 
 
+@torch.library.custom_op(
+    "megatron_offload_tests::scaled", mutates_args=(), tags=(torch.Tag.needs_exact_strides,)
+)
+def scaled(x: torch.Tensor, factor: float, shift: float) -> torch.Tensor:
+    """An operator of a library, as transformers has for products of experts."""
+    return x * factor + shift
+
+
+@scaled.register_fake
+def _(x: torch.Tensor, factor: float, shift: float) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _note_factor(ctx: Any, inputs: tuple[torch.Tensor, float, float], output: torch.Tensor) -> None:
+    ctx.factor = inputs[1]
+
+
+scaled.register_autograd(
+    lambda ctx, grad: (grad * ctx.factor, None, None), setup_context=_note_factor
+)
+
+
+class OfLibrary(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (scaled(self.first(x), 2.0, 1.0).sin() ** 2).mean()
+
+
+@pytest.mark.slow
+def test_what_operators_of_libraries_make_is_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    found = trained(tmp_path, "inductor", kind=OfLibrary)
+    assert_same(found, trained(None, "inductor", kind=OfLibrary))
+    assert all(step["offloaded_bytes"] > 0 for step in found[1])
+
+
 @pytest.mark.parametrize("compiled_first", [True, False])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_llama_has_the_same_bits(backend: str, compiled_first: bool, tmp_path: Path) -> None:
