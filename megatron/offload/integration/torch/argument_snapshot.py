@@ -28,6 +28,7 @@ import torch
 
 from megatron.offload.errors import ChangedInPlaceError
 from megatron.offload.integration.torch.noted_tensor import (
+    SMALL_BYTES,
     Changes,
     NotedTensor,
     NotedTensors,
@@ -35,8 +36,6 @@ from megatron.offload.integration.torch.noted_tensor import (
     nodes_before,
 )
 from megatron.offload.integration.torch.structures import Path, Structure, text_of
-
-_SMALL_BYTES = 1 << 16  # for a copy that may turn out not to be needed
 
 
 class ArgumentSnapshot:
@@ -75,7 +74,7 @@ class ArgumentSnapshot:
         if one is None:
             one = self._tensors[id(tensor)] = NotedTensor(tensor, path)
             if self._copies and not one.has_graph and is_strided(tensor):
-                is_small = tensor.nbytes <= _SMALL_BYTES
+                is_small = tensor.nbytes <= SMALL_BYTES
                 if path in self._changes.copied or (is_small and not self._changes.is_known):
                     one.copy = tensor.detach().clone()
         one.is_inside = one.is_inside or is_inside

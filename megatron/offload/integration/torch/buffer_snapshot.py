@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from megatron.offload.errors import ChangedInPlaceError
-from megatron.offload.integration.torch.noted_tensor import version_of
+from megatron.offload.integration.torch.noted_tensor import SMALL_BYTES, version_of
 
-_SMALL_BYTES = 1 << 16  # a copy that may turn out not to be needed is kept
 _ODD = 0x1E3779B97F4A7C15  # products with odd numbers lose no bits
 
 
@@ -92,7 +91,7 @@ def _found(name: str, buffer: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
 def _is_small(buffer: torch.Tensor) -> bool:
     """Or is one whose bytes are not in rows."""
     is_plain = type(buffer) is torch.Tensor and buffer.layout is torch.strided
-    return not is_plain or buffer.nbytes <= _SMALL_BYTES
+    return not is_plain or buffer.nbytes <= SMALL_BYTES
 
 
 def _fingerprint(buffer: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,8 @@ import torch
 from megatron.offload.errors import ChangedInPlaceError, OffloadError
 from megatron.offload.integration.torch.structures import Path, text_of
 
+SMALL_BYTES = 1 << 16  # for a copy that may turn out not to be needed
+
 
 @dataclass
 class Changes:
