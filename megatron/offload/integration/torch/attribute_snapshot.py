@@ -64,7 +64,7 @@ class AttributeSnapshot:
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []  # and what they were
         self._containers: list[tuple[Any, Any]] = []  # and what was in them
         self._of_torch: list[tuple[Any, Any]] = []  # hooks and parameters, and what was in them
-        # Parameters by their names, whether they want a gradient, and versions: at first of now.
+        # Parameters with their names, and whether they want a gradient.
         self._wants_gradient: list[tuple[str, torch.Tensor, bool]] = []
         seen: set[int] = set()
         for module in _modules(layer):
@@ -80,7 +80,6 @@ class AttributeSnapshot:
                 ]
             if module is not layer:  # it is the layer's forward that runs again
                 self._of_torch += [(own, own.copy()) for one in _HOOKS if (own := attributes[one])]
-
         self._versions = self._parameter_versions()
 
     def _parameter_versions(self) -> list[int]:
