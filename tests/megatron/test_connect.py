@@ -219,13 +219,14 @@ def test_a_stage_holds_fewer_passes_the_later_it_is(
             None,
             [4 * 5, 3 * 6, 2 * 6, 5],
         ),
+        ({"num_layers": 22}, None, [4 * 6, 3 * 6, 2 * 6, 6]),  # Megatron builds no such model
         (  # passes of the first chunk times its layers, and of the second
             {"pipeline_model_parallel_layout": "Et*1|t*2|t*2|t*2|t*2|t*5|t*5|t*5L"},
             2,
             [7 * 1 + 4 * 2, 5 * 2 + 4 * 5, 4 * 2 + 3 * 5, 4 * 2 + 1 * 5],
         ),
     ],
-    ids=["first", "last", "embedding and loss", "layout"],
+    ids=["first", "last", "embedding and loss", "not divisible", "layout"],
 )
 def test_an_uneven_pipeline_reserves_for_the_layers_that_a_stage_has(
     uneven: dict[str, Any], chunks: int | None, num_layers: list[int]
