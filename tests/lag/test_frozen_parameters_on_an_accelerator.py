@@ -146,15 +146,20 @@ def test_tensors_of_files_pass_through_several_staging_buffers(
     tier.close()
 
 
-def test_encoded_bytes_are_overwritten_when_they_are_decoded(lag: LagModule) -> None:
-    """Frozen layers in few bits, launched before the first one runs."""
-    main, x = lag.current_stream(DEVICE), torch.randn(1, 512)
+def rounded() -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
+    """Frozen layers in few bits, what they get on the device, and what they make of it."""
+    x = torch.randn(1, 512)
     layers = [torch.nn.Linear(512, 512, bias=False).requires_grad_(False) for _ in range(8)]
     model = torch.nn.Sequential(*layers)
     round_matrices(model, "int8")
     with torch.no_grad():
-        expected = model(x)
-    on_device = x.to(DEVICE)
+        return model, x.to(DEVICE), model(x)
+
+
+def test_encoded_bytes_are_overwritten_when_they_are_decoded(lag: LagModule) -> None:
+    """Frozen layers in few bits, launched before the first one runs."""
+    main = lag.current_stream(DEVICE)
+    model, on_device, expected = rounded()
     with offload_parameters(
         model.to(DEVICE), layers=[torch.nn.Linear], mode="host", codec="int8"
     ) as handle:
@@ -170,13 +175,8 @@ def test_encoded_bytes_are_overwritten_when_they_are_decoded(lag: LagModule) -> 
 
 def test_encoded_bytes_are_decoded_when_they_have_come(lag: LagModule) -> None:
     """Frozen layers in few bits, whose copies to the device run when a stream waits for them."""
-    main, x = lag.current_stream(DEVICE), torch.randn(1, 512)
-    layers = [torch.nn.Linear(512, 512, bias=False).requires_grad_(False) for _ in range(8)]
-    model = torch.nn.Sequential(*layers)
-    round_matrices(model, "int8")
-    with torch.no_grad():
-        expected = model(x)
-    on_device = x.to(DEVICE)
+    main = lag.current_stream(DEVICE)
+    model, on_device, expected = rounded()
     with offload_parameters(
         model.to(DEVICE), layers=[torch.nn.Linear], mode="host", codec="int8"
     ) as handle:
