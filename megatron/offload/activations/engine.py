@@ -186,6 +186,10 @@ class OffloadEngine:
         self._casts.begin_step(tensors)
         self._norms.begin_step()
 
+    def note_returned(self, tensors: Iterable[torch.Tensor]) -> None:
+        """A part of the model returns these in a forward pass: recipes may use them."""
+        self.hooks.note_returned(tensors)
+
     def note_models(self, models: Iterable[torch.nn.Module]) -> None:
         """These models train: what their norms add to a variance is found in their modules."""
         self._norms.add(models)
@@ -249,9 +253,8 @@ class OffloadEngine:
         reusable_bytes = self._device.reusable_bytes()
         if reusable_bytes is not None and self._peak is not None:
             reserved_bytes = self._device.allocated_bytes() + reusable_bytes
-            unused_bytes = reserved_bytes - self._peak.peak_bytes()
             self.statistics.reserved_bytes = reserved_bytes
-            self.statistics.fragmented_bytes = max(unused_bytes, 0)
+            self.statistics.fragmented_bytes = max(reserved_bytes - self._peak.peak_bytes(), 0)
 
     def forward(self, scope: Scope) -> contextlib.AbstractContextManager[SaveOrder]:
         """A context around one forward pass. Yields its save order, which `backward` takes."""
@@ -442,8 +445,5 @@ class OffloadEngine:
 
     @property
     def tiers(self) -> dict[Placement, Tier]:
-        """The host and SSD tiers that activations may go to.
-
-        Without the tier that only chooses between the two.
-        """
+        """The host and SSD tiers that activations may go to, without what chooses of the two."""
         return {p: tier for p, tier in self._tiers.items() if p is not Placement.TIERED}

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -168,6 +168,16 @@ class SavedTensorHooks:
             if storage is not None and self._step.observer is not None:
                 self._step.observer.stayed(self._step.scope, storage)
             return self.keep(tensor)
+
+    def note_returned(self, tensors: Iterable[torch.Tensor]) -> None:
+        """A part of the model returns these: see Note [Results of modules]."""
+        if self.recipes is None:
+            return
+        with PLAIN_TORCH():
+            for tensor in tensors:
+                storage = self._cache.movable(tensor)
+                if storage is not None and self._min_bytes <= storage.nbytes() == tensor.nbytes:
+                    self.recipes.available.note_returned(tensor)
 
     def _is_held(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
         """Whether it is a leaf, as embeddings are before adapters, or its view: Note [Leaves]."""
@@ -326,7 +336,7 @@ class SavedTensorHooks:
         return view
 
     def save(self, tensor: torch.Tensor, batch: WriteBatch, instead_of_bytes: int) -> Held:
-        """Saves a tensor that is not autograd's, of which a saved one is computed again.
+        """Saves a tensor that autograd does not, of which a saved one is computed again.
 
         It goes where the saved one would go, of so many bytes, also where it is small itself.
         """
@@ -388,9 +398,10 @@ class SavedTensorHooks:
         if recipe is None:
             with self._one_at_a_time:
                 return self._reader.wait_for_read(record)
+        held = recipe.operands  # before it is seen whether the bytes are there: `Reader.compute`
         memory = self._reader.computed(record)
         if memory is None:
-            operands: list[torch.Tensor | None] = [self.unpack(one) for one in recipe.operands]
+            operands: list[torch.Tensor | None] = [self.unpack(one) for one in held]
             observer = self._step.observer
             if observer is None:
                 return self._reader.compute(record, recipe, operands)

@@ -99,6 +99,7 @@ class Recipe:
     Attributes:
         program: what is computed.
         operands: what autograd holds of each operand: a view of a record, or a tensor that stays.
+            Empty once the record has the bytes for good, as are the bases.
         bases: the records whose bytes have to be in memory, those behind replayed operands too.
         depth: 1, or more where operands are replayed in turn.
         copied_bytes: of the operands, copies of parameters.
@@ -106,11 +107,13 @@ class Recipe:
         encodes: it decodes what a codec has made of the bytes.
         is_exact: it gives the bytes that were saved; not so where a codec is among its steps, or
             among those of its operands.
+        frees: operands were saved for it alone. They go when it has run for the last time, see
+            `Reader.compute`.
     """
 
     __slots__ = (
         *("bases", "copied_bytes", "depth", "encodes", "is_exact", "operands", "program"),
-        "stream",
+        *("frees", "stream"),
     )
 
     def __init__(
@@ -123,7 +126,9 @@ class Recipe:
         *,
         encodes: bool = False,
         is_exact: bool = True,
+        frees: bool = False,
     ) -> None:
+        self.frees = frees
         self.copied_bytes = copied_bytes
         self.encodes = encodes
         self.is_exact = is_exact and not encodes

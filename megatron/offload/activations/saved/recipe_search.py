@@ -10,11 +10,19 @@ decoded operands gives other bytes than those that were saved. So the exact ones
 their layer has ended. That takes memory, and after a few passes all is compared. So a pass through
 a layer, with a first tensor of some shape, holds them only if the one before has compared a recipe,
 or would have if it had held them.
+
+Note [Results of modules]
+A loss in fp32 saves the log-softmax of logits that an output layer has made in bf16. No operation
+saves those, but the model holds them until its forward pass has ended. So what the parts of a model
+return is known by its node as long as it lives, and is saved instead of something of at least twice
+its bytes that is computed of it. Only products and the like: of what the table has, the operands
+are saved.
 """
 
 from __future__ import annotations
 
 import collections
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -80,6 +88,8 @@ class AvailableTensors:
         self._compared: dict[tuple[Any, ...], bool] = {}
         self._unpack = unpack
         self.results: dict[tuple[Any, int], Held] = {}
+        # Note [Results of modules]
+        self._returned: dict[tuple[Any, int], weakref.ref[torch.Tensor]] = {}
         self.scope = _NOWHERE
 
     def note(self, tensor: torch.Tensor, held: object, scope: Scope) -> None:
@@ -91,6 +101,22 @@ class AvailableTensors:
             node = node_of(tensor)
             if node is not None:
                 self.results[node, tensor.output_nr] = held
+
+    def note_returned(self, tensor: torch.Tensor) -> None:
+        """A part of the model returns a tensor, all of its storage: Note [Results of modules]."""
+        node = source = node_of(tensor)
+        while source is not None and (operation := operation_of(source)) is not None:
+            if operation.inputs != (None,):
+                return
+            ((source, _),) = source.next_functions
+        if source is not None and tensor._version == 0:
+            self._returned[node, tensor.output_nr] = weakref.ref(tensor)
+
+    def returned(self, key: tuple[Any, int]) -> torch.Tensor | None:
+        """What a part of the model has returned, by its node, if it is alive and as it was."""
+        reference = self._returned.get(key)
+        tensor = None if reference is None else reference()
+        return None if tensor is None or tensor._version else tensor
 
     def forget(self) -> None:
         """An operation or a layer has ended: its nodes belong to autograd alone again."""
@@ -118,6 +144,7 @@ class AvailableTensors:
     def leave(self) -> None:
         """A forward pass has ended."""
         self.forget()
+        self._returned.clear()
         self._exact.clear()
         self._pass = None
 
@@ -171,6 +198,7 @@ class RecipeSearch:
         steps: so far.
         held: the operands.
         is_scalar_missing: the target is the sum of an operand and a scalar that is not known.
+        saved: what was saved for it alone.
     """
 
     def __init__(
@@ -190,6 +218,7 @@ class RecipeSearch:
         self.steps: list[Step] = []
         self.held: list[Held] = []
         self.is_scalar_missing = False
+        self.saved: list[Held] = []
 
     def result(self, node: Any, number: int, *, is_target: bool = False) -> int | None:
         """A result of a node, as a program names it; None: it cannot be had."""
@@ -197,7 +226,7 @@ class RecipeSearch:
         value = self._known.get(key)
         if value is not None:
             return value
-        held = None if is_target else self._available.results.get(key)
+        held = None if is_target else self._available.results.get(key) or self._returned(key)
         if held is not None:
             value = self._operand(held)
         elif self._num_nodes < _MOST_NODES:
@@ -210,6 +239,19 @@ class RecipeSearch:
         if value is not None:
             self._known[key] = value
         return value
+
+    def _returned(self, key: tuple[Any, int]) -> Held | None:
+        """Note [Results of modules]."""
+        tensor = self._available.returned(key)
+        if tensor is None or 2 * tensor.nbytes > self._target.nbytes:
+            return None
+        return self._save_for(key, tensor)
+
+    def _save_for(self, key: tuple[Any, int], tensor: torch.Tensor) -> Held:
+        """Saves a result that autograd does not."""
+        held = self._available.results[key] = self._save(tensor)
+        self.saved.append(held)
+        return held
 
     def _operand(self, held: Held) -> int:
         value = self._of_held.get(id(held))
@@ -287,6 +329,7 @@ class RecipeSearch:
             node is not None
             and operation_of(node) is None
             and (node, number) not in self._available.results
+            and self._available.returned((node, number)) is None
             and getattr(node, "variable", None) is None
             and function_of(node) is None
         )
@@ -323,9 +366,7 @@ class RecipeSearch:
             return None
         if dtype.itemsize >= target.dtype.itemsize:
             return None
-        held = self._save(target.detach().to(dtype))
-        self._available.results[source, number] = held
-        return self._operand(held)
+        return self._operand(self._save_for((source, number), target.detach().to(dtype)))
 
 
 def _constant(node: Any, number: int, name: str) -> Any:

@@ -166,7 +166,7 @@ class RecipeFinder:
             tensor: that autograd saves; its operation has ended.
             storage: its storage, which can move.
             scope: that saves it.
-            save: saves a tensor that autograd does not: at most half the bytes of the target.
+            save: saves a tensor that autograd does not, of at most half the bytes of the target.
         """
         if not self.available.is_exact:
             self.available.enter(scope, tensor)
@@ -324,7 +324,8 @@ class RecipeFinder:
 
 
 def _recipe(program: Program, search: RecipeSearch) -> Recipe:
-    operands = [_again(one) for one in search.held]
+    saved = {id(one) for one in search.saved}  # and this is its first use
+    operands = [one if id(one) in saved else _again(one) for one in search.held]
     bases: dict[int, Any] = {}
     is_exact = True
     for one in operands:
@@ -333,9 +334,14 @@ def _recipe(program: Program, search: RecipeSearch) -> Recipe:
             records = [one.saved] if recipe is None else recipe.bases
             bases.update((id(record), record) for record in records)
             is_exact = is_exact and (recipe is None or recipe.is_exact)
-    copied_bytes = search.parameter_bytes
     return Recipe(
-        program, operands, list(bases.values()), search.depth, copied_bytes, is_exact=is_exact
+        program,
+        operands,
+        list(bases.values()),
+        search.depth,
+        search.parameter_bytes,
+        is_exact=is_exact,
+        frees=bool(search.saved),
     )
 
 

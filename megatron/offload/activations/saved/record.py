@@ -71,7 +71,7 @@ class SavedStorage:
     nor frees memory under it.
     """
 
-    # Class attributes, because most records never set them: that takes no time.
+    # Class attributes: most records never set them.
     moves_bits = False
     base: Callable[[], torch.Tensor | None] = _nothing  # what the first view is of, if it lives
     bits: torch.UntypedStorage | None = None  # what is written; the bytes stay until it has been
@@ -80,8 +80,7 @@ class SavedStorage:
     # the memory that was saved, or on a CPU. Each read sets another object.
     ready: Sequence[Any] | None = None
     _pending: Pending | None = None  # of the transfer under way; `__del__` runs in any case
-    # Of the device, the last of those that the memory that was saved is kept for, see
-    # `Reader.note_use`.
+    # Of the device, the last one that the saved memory is kept for, see `Reader.note_use`.
     stream: Any = None
     recipe: Recipe | None = None  # by which the bytes are computed again, instead of read
 
@@ -95,11 +94,10 @@ class SavedStorage:
     ) -> None:
         self.scope = scope
         self.version = version  # of the tensor that was saved first
-        num_bytes = storage.nbytes()
-        self._origin_place = num_bytes, storage.data_ptr()
+        self._origin_place = place_of(storage)
         self._own_place = self._origin_place  # of what is written: that, or the copy of a span
         # In the storage that was saved; the copy of a span begins with the span's first byte.
-        self.start_bytes, self.saved_bytes = span or (0, num_bytes)
+        self.start_bytes, self.saved_bytes = span or (0, storage.nbytes())
         self.num_bytes = self.saved_bytes  # that move
         if is_mask and bits_bytes(self.saved_bytes) < self.saved_bytes:
             self.moves_bits, self.num_bytes = True, bits_bytes(self.saved_bytes)
@@ -134,11 +132,13 @@ class SavedStorage:
         assert self.state is State.IN_MEMORY and self._is_whole, self.state
         self.state, self.recipe, self._memory = State.ON_TIER, recipe, None
 
-    def replayed(self, memory: torch.UntypedStorage) -> torch.UntypedStorage:
-        """The recipe was run; returns the bytes: these, or those of a thread that was first."""
+    def replayed(self, memory: torch.UntypedStorage, for_good: bool) -> torch.UntypedStorage:
+        """The recipe was run (for good?); returns the bytes: these, or those of a thread before."""
         with self._lock:
             if self.state is State.ON_TIER:
-                if self.num_unused_views > 1:  # else the caller alone needs them
+                if for_good:
+                    self.state, self._memory = State.IN_MEMORY, memory
+                elif self.num_unused_views > 1:  # else the caller alone needs them
                     self.state, self._memory = State.RESTORED, memory
                 return memory
             assert self._memory is not None
@@ -237,7 +237,7 @@ class SavedStorage:
 
         A failed or cancelled write leaves the bytes where they are.
         """
-        memory, bits = None, None  # freed when this frame ends, outside the lock
+        memory = bits = None  # freed when this frame ends, outside the lock
         with self._lock:
             if self.state is not State.WRITING:
                 return  # `cancel_write` has taken the bytes back meanwhile

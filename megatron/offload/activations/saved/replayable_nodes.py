@@ -5,7 +5,8 @@ A table: for each type of node the operation, the saved tensors that are its inp
 attributes that are its constants. Recipes are made of it; nothing here looks at bytes.
 
 What is not in the table is not replayed: operations that draw random numbers, that communicate, or
-that cost as much as a matrix product; softmax, whose result cannot be had without its input.
+that cost as much as a matrix product; softmax, whose input nothing saves. Nor does anything save
+that of log-softmax, but logits of half its bytes may be there: see Note [Results of modules].
 """
 
 from __future__ import annotations
@@ -152,6 +153,10 @@ def _permute(one: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
     return one.permute(dims)
 
 
+def _log_softmax(one: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.ops.aten._log_softmax(one, dim, one.dtype is not dtype)
+
+
 def _clamp(one: torch.Tensor, low: float | None, high: float | None) -> torch.Tensor:
     return torch.clamp(one, low, high)
 
@@ -205,6 +210,7 @@ _NODES: dict[str, NodeOperation] = {
     "RsqrtBackward0": NodeOperation(torch.rsqrt),
     "ReciprocalBackward0": NodeOperation(torch.reciprocal),
     "NegBackward0": NodeOperation(torch.neg),
+    "LogSoftmaxBackward0": NodeOperation(_log_softmax, (None,), ("dim", DTYPE)),
     "ToCopyBackward0": NodeOperation(_cast, (None,), (DTYPE,)),
     "WhereBackward0": NodeOperation(_where, (None, None, "condition")),
     "NativeDropoutBackward0": NodeOperation(_dropped_out, (None, "result1"), ("p",)),

@@ -212,13 +212,20 @@ class Reader:
     def compute(
         self, record: SavedStorage, recipe: Recipe, operands: list[torch.Tensor | None]
     ) -> torch.UntypedStorage:
-        """Computes the bytes of a record again, on the stream of the calling thread."""
+        """Computes the bytes of a record again, on the stream of the calling thread.
+
+        Where no other backward pass can follow, operands that were saved for this recipe alone go,
+        and the result stays until the nodes that saved it have run.
+        """
         if not self._device.is_host:
             self._use_operands(recipe, operands)
         computed = self._device.room.read(lambda: recipe.program.run(list(operands)))
-        memory = record.replayed(computed.untyped_storage())
+        is_last = recipe.frees and recipe.is_exact and _is_last_backward()
+        memory = record.replayed(computed.untyped_storage(), is_last)
+        if is_last:  # after the bytes are there: another thread looks at them second
+            recipe.operands, recipe.bases = [], []
         self._step.statistics.num_replays += 1
-        if record.state is State.RESTORED and not self._device.is_host:
+        if record.state is not State.ON_TIER and not self._device.is_host:
             record.ready = (self._device.record_event(),)  # other uses may be on other streams
         return memory
 
@@ -304,6 +311,14 @@ class Reader:
             self._run_ahead.used(record.saved_bytes)
         if self.prefetcher.used(view.saved):
             self._dispatcher.submit(self.prefetcher.advance)
+
+
+def _is_last_backward() -> bool:
+    """Whether a backward pass is under way that frees its graph (`retain_graph=False`)."""
+    autograd: Any = torch._C._autograd
+    return torch._C._current_graph_task_id() >= 0 and not (
+        autograd._get_current_graph_task_keep_graph()
+    )
 
 
 # Runs in the thread of the tier that has moved the bytes.

@@ -199,6 +199,15 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         if self._finder is not None:
             self._finder.available.note(tensor, held, self.scope)
 
+    def note_returned(self, tensors: Iterable[torch.Tensor]) -> None:
+        """As `SavedTensorHooks.note_returned`."""
+        if self._finder is None:
+            return
+        for tensor in tensors:
+            storage = self._movable(tensor)
+            if storage is not None and self._min_bytes <= storage.nbytes() == tensor.nbytes:
+                self._finder.available.note_returned(tensor)
+
     def end_forward(self) -> None:
         """The forward pass has ended: nothing is an operand any more."""
         if self._finder is not None:
@@ -222,12 +231,14 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         return tensor
 
     def _computed(self, record: SavedStorage, recipe: Recipe) -> torch.UntypedStorage:
-        if record.state is State.RESTORED:
-            memory = record.end_read()
-            assert memory is not None
-            return memory
-        operands: list[torch.Tensor | None] = [self._unpack(one) for one in recipe.operands]
-        return record.replayed(recipe.program.run(operands).untyped_storage())
+        memory = record.cancel_write()
+        if memory is None:
+            operands: list[torch.Tensor | None] = [self._unpack(one) for one in recipe.operands]
+            computed = recipe.program.run(operands).untyped_storage()
+            memory = record.replayed(computed, recipe.frees)
+            if recipe.frees:
+                recipe.operands, recipe.bases = [], []
+        return memory
 
     def _restored(self, record: SavedStorage) -> torch.UntypedStorage:
         memory = record.cancel_write()

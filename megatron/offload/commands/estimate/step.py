@@ -31,7 +31,8 @@ from megatron.offload.commands.estimate.model import Architecture
 from megatron.offload.commands.estimate.saved import KEEP, SavedBytes
 from megatron.offload.integration.tiled_mlps import TiledMlps
 from megatron.offload.integration.torch.causal_lm_loss import chunked_losses
-from megatron.offload.integration.torch.layers import find_layers, params_outside
+from megatron.offload.integration.torch.layers import called_parts, find_layers, params_outside
+from megatron.offload.integration.torch.passes import tensors_in
 from megatron.offload.ops.chunked_logits import chunk_tokens_for
 from megatron.offload.sizes import MIB
 
@@ -280,6 +281,8 @@ class _Phases:
             begin, end = self._hooks_of(number)
             self._hooks.append(layer.register_forward_pre_hook(begin))
             self._hooks.append(layer.register_forward_hook(end))
+        for part in called_parts(self._model):
+            self._hooks.append(part.register_forward_hook(self._returned))
         for one in self._model.parameters():
             if one.requires_grad:
                 self._hooks.append(one.register_post_accumulate_grad_hook(self._has_gradient))
@@ -311,6 +314,10 @@ class _Phases:
                     one.register_hook(lambda _: self._enter_backward(place))
 
         return begin, end
+
+    def _returned(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if not self.in_backward and module is not self._model:
+            self._saved.note_returned(tensors_in(output))
 
     def _place(self, number: int) -> str:
         """The name of a layer's passes: counted from the nearer end of the model."""

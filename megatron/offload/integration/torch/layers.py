@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which modules of a model are its layers: `find_layers`. They give places their names.
 
-What is not theirs alone: `params_outside`.
+What is not theirs alone: `params_outside`. What a training loop calls: `called_parts`.
 """
 
 from __future__ import annotations
@@ -47,6 +47,16 @@ def find_layers(
     inside = {inner for one in chosen for inner in one.modules() if inner is not one}
     is_chosen = set(chosen) - inside
     return {module: name for module, name in found.items() if module in is_chosen}
+
+
+def called_parts(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The model, and the modules in it that a training loop may call in its place."""
+    yield model
+    for child in model.children():
+        if any(True for _ in child.parameters()):
+            yield child
+            if len(list(model.children())) == 1:  # a wrapper
+                yield from called_parts(child)
 
 
 def params_outside(

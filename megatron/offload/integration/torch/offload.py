@@ -29,6 +29,7 @@ from megatron.offload.integration.own_attributes import Replaced
 from megatron.offload.integration.torch.compute_device import compute_device
 from megatron.offload.integration.torch.forward_steps import ForwardSteps
 from megatron.offload.integration.torch.layer_calls import LayerCalls
+from megatron.offload.integration.torch.layers import called_parts
 from megatron.offload.integration.torch.module_hooks import ModuleHooks
 from megatron.offload.integration.torch.passes import Passes
 from megatron.offload.integration.torch.ranks import local_world_size, planned_stage, rank
@@ -305,7 +306,7 @@ class ActivationOffload(Handle):
         # would end before these.
         called = self._models
         if not self._inside_graphs:
-            called = tuple(one for model in self._models for one in _outermost(model))
+            called = tuple(one for model in self._models for one in called_parts(model))
         for module in dict.fromkeys(called):
             self._hooks.add(
                 module,
@@ -424,13 +425,3 @@ class _BeforeSteps:
 def _close(steps: TrainingSteps, hook: torch.utils.hooks.RemovableHandle) -> None:
     hook.remove()
     steps.close()
-
-
-def _outermost(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The model, and the modules in it that a training loop may call in its place."""
-    yield model
-    for child in model.children():
-        if any(True for _ in child.parameters()):
-            yield child
-            if len(list(model.children())) == 1:  # a wrapper
-                yield from _outermost(child)

@@ -259,11 +259,11 @@ class Passes:
     def end_forward(self, module: torch.nn.Module, result: Any) -> None:
         """The call of a hooked module has ended, with its result or None."""
         forward = self._forward
-        if (
-            forward is None
-            or forward.module is not module
-            or forward.thread != threading.get_ident()
-        ):
+        if forward is None or forward.thread != threading.get_ident():
+            return
+        if forward.module is not module:
+            if self._steps is not None:
+                self._steps.engine.note_returned(tensors_in(result))
             return
         if forward.depth:
             forward.depth -= 1
