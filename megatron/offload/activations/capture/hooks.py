@@ -175,7 +175,9 @@ class SavedTensorHooks:
             return
         with PLAIN_TORCH():
             for tensor in tensors:
-                storage = self._cache.movable(tensor)
+                if type(tensor) is not torch.Tensor or not kind_of(tensor).is_all_bytes:
+                    continue
+                storage = self._cache.storage_that_counts(tensor)
                 if storage is not None and self._min_bytes <= storage.nbytes() == tensor.nbytes:
                     self.recipes.available.note_returned(tensor)
 
