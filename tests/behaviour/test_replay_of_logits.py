@@ -15,7 +15,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.offload import offload_activations
+from megatron.offload.activations.saved import recipe
+from megatron.offload.activations.saved.recipe import Layout, Program, Step
 from megatron.offload.activations.saved.recipe_search import AvailableTensors
+from megatron.offload.activations.saved.replayable_nodes import operation_of, steps_of_a_row
 
 VOCABULARY, TOKENS, SIZE = 64, 24, 16
 LOGITS = TOKENS * VOCABULARY  # values
@@ -103,6 +106,55 @@ def test_half_the_bytes_are_saved(loss: Loss, mode: str, keeps_graph: bool, tmp_
     saved = counted["kept_bytes" if mode == "keep" else "offloaded_bytes"]
     assert saved == 2 * LOGITS + 2 * 2 * TOKENS * SIZE  # and what the body's layers give
     assert counted["unreplayed_bytes"] == saved - 2 * LOGITS
+
+
+def program(logits: Tensor, shape: tuple[int, ...], dim: int) -> Program:
+    """As a recipe has it: a cast, a view, and the log-softmax."""
+    cast, log_softmax = (operation_of(one) for one in nodes_of(dim))
+    assert cast is not None and log_softmax is not None
+    view = operation_of(logits.view(shape).grad_fn)
+    assert view is not None
+    steps = (
+        Step(cast.operation, (~0,), (torch.float32,)),
+        Step(view.operation, (0,), (shape,)),
+        Step(log_softmax.operation, (1,), (dim, torch.float32)),
+    )
+    layout = Layout(shape, torch.empty(shape).stride(), torch.float32)
+    return Program(steps, layout, steps_of_a_row(steps, layout))
+
+
+def nodes_of(dim: int) -> tuple[Any, Any]:
+    wider = torch.randn(2, 2, dtype=torch.bfloat16, requires_grad=True).float()
+    return wider.grad_fn, F.log_softmax(wider, dim).grad_fn
+
+
+@pytest.fixture
+def logits(monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """Of which a part are two rows."""
+    monkeypatch.setattr(recipe, "_LEAST_PART", 2 * 4 * VOCABULARY)
+    return torch.randn(5, 3, VOCABULARY, dtype=torch.bfloat16, requires_grad=True)
+
+
+def test_each_row_is_compared_in_parts(logits: Tensor) -> None:
+    found = program(logits, (15, VOCABULARY), -1)
+    wanted = F.log_softmax(logits.detach().float().view(15, VOCABULARY), -1)
+    assert found.of_a_row and torch.equal(found.run([logits.detach()]), wanted)
+    assert found.gives([logits.detach()], wanted)
+    for row in (0, 14):
+        other = wanted.clone()
+        other[row, 3] += 1
+        assert not found.gives([logits.detach()], other)
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((5, 3 * VOCABULARY), 1), ((15, VOCABULARY), 0)])
+def test_what_a_row_is_shows_in_the_result(
+    logits: Tensor, shape: tuple[int, ...], dim: int
+) -> None:
+    found = program(logits.view(15, VOCABULARY) if dim == 0 else logits, shape, dim)
+    wanted = F.log_softmax(logits.detach().float().view(shape), dim)
+    assert bool(found.of_a_row) == (dim == 1)
+    assert torch.equal(found.run([logits.detach()]), wanted)
+    assert found.gives([logits.detach()], wanted)
 
 
 def test_an_output_layer_may_have_a_bias(tmp_path: Path) -> None:

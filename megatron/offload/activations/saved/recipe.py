@@ -8,14 +8,22 @@ Note [Same operation on the same bytes]
 A program calls the operations that the forward pass called, with the same operands, constants,
 shapes and strides, so its result has the same bytes. Autocast is off, because its casts are steps
 of the program; nothing is recorded for autograd, which has the nodes of the forward pass.
+
+Note [Row by row]
+The log-softmax of a loss is what takes the most memory in many steps, and a wider copy of the
+logits takes as much again. Each of its rows comes of one row of the logits, so such a program runs
+on a part of the rows at a time; and that is how it is compared with what forward has saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+
+_NUM_PARTS = 16
+_LEAST_PART = 1 << 20  # bytes
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size
 
@@ -50,13 +58,18 @@ class Program:
     Attributes:
         steps: the last one gives the result.
         layout: of the result.
+        of_a_row: what makes rows of the result of the same rows of the only operand, one after the
+            other; empty: it is not made row by row.
     """
 
-    __slots__ = ("_last_uses", "layout", "steps")
+    __slots__ = ("_last_uses", "layout", "of_a_row", "steps")
 
-    def __init__(self, steps: tuple[Step, ...], layout: Layout) -> None:
+    def __init__(
+        self, steps: tuple[Step, ...], layout: Layout, of_a_row: tuple[Step, ...] = ()
+    ) -> None:
         self.steps = steps
         self.layout = layout
+        self.of_a_row = of_a_row
         self._last_uses: list[list[int]] = [[] for _ in steps]
         last = {one: number for number, step in enumerate(steps) for one in step.values}
         for one, number in last.items():
@@ -70,6 +83,38 @@ class Program:
             operands: as the recipe has them; each is taken out after its last use, so that a chain
                 of operations holds one result at a time.
         """
+        if self.of_a_row:
+            shape, stride, dtype = self.layout
+            made = _only(operands).new_empty_strided(shape, stride, dtype=dtype)
+            for rows, part in self._by_rows(operands):
+                self._rows_of(made)[rows] = part
+            return made
+        return self._at_once(operands)
+
+    def gives(self, operands: list[torch.Tensor | None], target: torch.Tensor) -> bool:
+        """Whether it gives the bytes of a tensor. `operands` as for `run`."""
+        if self.of_a_row:
+            wanted = self._rows_of(target)
+            return all(_same_bytes(part, wanted[rows]) for rows, part in self._by_rows(operands))
+        return _same_bytes(self._at_once(operands), target)
+
+    def _rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().reshape(-1, self.layout.shape[-1])
+
+    def _by_rows(self, operands: list[torch.Tensor | None]) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Parts of the result, and which rows they are."""
+        given = self._rows_of(_only(operands))
+        row_bytes = given.shape[1] * self.layout.dtype.itemsize
+        num_rows = max(len(given) // _NUM_PARTS, _LEAST_PART // row_bytes, 1)
+        for start in range(0, len(given), num_rows):
+            rows = slice(start, start + num_rows)
+            part = given[rows]
+            with torch.no_grad(), torch._C._DisableAutocast():
+                for step in self.of_a_row:
+                    part = step.operation(part, *step.constants)
+            yield rows, part
+
+    def _at_once(self, operands: list[torch.Tensor | None]) -> torch.Tensor:
         results: list[torch.Tensor | None] = []
         with torch.no_grad(), torch._C._DisableAutocast():
             for step, ended in zip(self.steps, self._last_uses, strict=True):
@@ -137,6 +182,18 @@ class Recipe:
         self.bases = bases
         self.depth = depth
         self.stream: Any = None
+
+
+def _only(operands: list[torch.Tensor | None]) -> torch.Tensor:
+    (operand,) = operands
+    assert operand is not None
+    return operand
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype is not other.dtype or one.shape != other.shape or one.device != other.device:
+        return False
+    return torch.equal(bits_of(one), bits_of(other))
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ import torch
 
 from megatron.offload.activations.saved.autograd_graph import node_of
 from megatron.offload.activations.saved.noise import may_be_noise, pack_noise, unpack_noise
-from megatron.offload.activations.saved.recipe import Layout, Program, Recipe, Step, bits_of
+from megatron.offload.activations.saved.recipe import Layout, Program, Recipe, Step
 from megatron.offload.activations.saved.recipe_search import (
     AvailableTensors,
     Held,
@@ -54,6 +54,7 @@ from megatron.offload.activations.saved.record import SavedStorage
 from megatron.offload.activations.saved.replayable_nodes import (
     function_of,
     operation_of,
+    steps_of_a_row,
 )
 from megatron.offload.activations.saved.resident import ResidentTensor
 from megatron.offload.activations.saved.scope import Scope
@@ -197,7 +198,8 @@ class RecipeFinder:
         key = scope.chunk, scope.layer, scope.part, steps, layout
         checked = self._checked.get(key)
         if checked is None:
-            checked = self._checked[key] = _CheckedProgram(Program(steps, layout))
+            program = Program(steps, layout, steps_of_a_row(steps, layout))
+            checked = self._checked[key] = _CheckedProgram(program)
         if checked.is_refused:
             return None
         if checked.num_checks < _NUM_CHECKS:
@@ -281,7 +283,7 @@ class RecipeFinder:
         if operands is None:
             return None
         try:
-            return _same_bytes(program.run(operands), target)
+            return program.gives(operands, target)
         except torch.OutOfMemoryError:
             return None
         except (OffloadError, RuntimeError):
@@ -355,9 +357,3 @@ def _again(held: Held) -> Held:
         return SavedView.again(held)
     parameter = parameter_of(held)
     return held if parameter is None else ResidentTensor(parameter.detach().clone(), Scope())
-
-
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.dtype is not other.dtype or one.shape != other.shape or one.device != other.device:
-        return False
-    return torch.equal(bits_of(one), bits_of(other))

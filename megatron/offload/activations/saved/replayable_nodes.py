@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from megatron.offload.activations.saved.recipe import Operation, bits_of
+from megatron.offload.activations.saved.recipe import Layout, Operation, Step, bits_of
 from megatron.offload.errors import OffloadError
 
 _LARGEST_DIMENSION = 1 << 63  # autograd shows a negative dimension as that much more
@@ -167,6 +167,28 @@ def _where(one: torch.Tensor, other: torch.Tensor, condition: torch.Tensor) -> t
 
 def _dropped_out(one: torch.Tensor, mask: torch.Tensor, probability: float) -> torch.Tensor:
     return one.mul(mask).mul_(1.0 / (1.0 - probability))
+
+
+def steps_of_a_row(steps: tuple[Step, ...], layout: Layout) -> tuple[Step, ...]:
+    """What makes a row of a log-softmax of the same row of its operand: Note [Row by row].
+
+    Empty: the program is another one.
+    """
+    last, (shape, stride, _) = steps[-1], layout
+    found: list[Step] = []
+    if last.operation is not _log_softmax or last.constants[0] % len(shape) != len(shape) - 1:
+        return ()
+    for number, step in enumerate(steps):
+        if step.values != ((number - 1,) if number else (~0,)):
+            return ()
+        if step is last:
+            found.append(last._replace(constants=(-1, *last.constants[1:])))
+        elif step.operation is _cast:
+            found.append(step)
+        elif step.operation is not _reshape:  # which leaves values in their order
+            return ()
+    is_contiguous = stride == torch.empty(shape, device="meta").stride()
+    return tuple(found) if is_contiguous else ()
 
 
 _OF_SELF = ("self",)
