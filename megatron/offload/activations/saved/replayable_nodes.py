@@ -187,8 +187,12 @@ def steps_of_a_row(steps: tuple[Step, ...], layout: Layout) -> tuple[Step, ...]:
             found.append(step)
         elif step.operation is not _reshape:  # which leaves values in their order
             return ()
-    is_contiguous = stride == torch.empty(shape, device="meta").stride()
-    return tuple(found) if is_contiguous else ()
+    num_values = 1
+    for size, step_over in zip(reversed(shape), reversed(stride), strict=True):
+        if step_over != num_values:
+            return ()
+        num_values *= size
+    return tuple(found)
 
 
 _OF_SELF = ("self",)
