@@ -111,7 +111,8 @@ class TensorCache:
                 self._count_left(tensor)
             return None
         base = tensor._base
-        if base is not None and isinstance(base, torch.nn.Parameter):
+        # The first question tells most apart: the second runs Python for what is no parameter.
+        if type(base) is not torch.Tensor and isinstance(base, torch.nn.Parameter):
             return None
         storage = tensor.untyped_storage()
         if storage.nbytes() == 0:

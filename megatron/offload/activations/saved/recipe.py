@@ -70,8 +70,11 @@ class Program:
             operands: as the recipe has them; each is taken out after its last use, so that a chain
                 of operations holds one result at a time.
         """
+        if torch.is_grad_enabled():  # seldom so in backward, and the context takes microseconds
+            with torch.no_grad():
+                return self.run(operands)
         results: list[torch.Tensor | None] = []
-        with torch.no_grad(), torch._C._DisableAutocast():
+        with torch._C._DisableAutocast():
             for step, ended in zip(self.steps, self._last_uses, strict=True):
                 arguments = [
                     None if one is None else operands[~one] if one < 0 else results[one]

@@ -42,6 +42,7 @@ from megatron.offload.activations.saved.view import SavedView
 from megatron.offload.activations.saved.weight_casts import WeightCast, is_away
 
 Held = SavedView | ResidentTensor | WeightCast  # what autograd holds of an operand
+Edge = tuple[Any, int]  # a node and the number of its result, as a node's `next_functions` has them
 
 _MOST_NODES = 24  # that a search looks at: it ends soon in sums that go on through all layers
 _MOST_HELD = 32  # storages that a codec has encoded: those that a layer saved last
@@ -79,7 +80,7 @@ class AvailableTensors:
         self._holds = False
         self._compared: dict[tuple[Any, ...], bool] = {}
         self._unpack = unpack
-        self.results: dict[tuple[Any, int], Held] = {}
+        self.results: dict[Edge, Held] = {}
         self.scope = _NOWHERE
 
     def note(self, tensor: torch.Tensor, held: object, scope: Scope) -> None:
@@ -182,7 +183,7 @@ class RecipeSearch:
         self._available = available
         self._target = target
         self._save = save
-        self._known: dict[tuple[Any, int], int] = {}
+        self._known: dict[Edge, int] = {}
         self._of_held: dict[int, int] = {}
         self._num_nodes = 0
         self.depth = 1
@@ -191,24 +192,24 @@ class RecipeSearch:
         self.held: list[Held] = []
         self.is_scalar_missing = False
 
-    def result(self, node: Any, number: int, *, is_target: bool = False) -> int | None:
+    def result(self, edge: Edge, *, is_target: bool = False) -> int | None:
         """A result of a node, as a program names it; None: it cannot be had."""
-        key = node, number
-        value = self._known.get(key)
+        value = self._known.get(edge)
         if value is not None:
             return value
-        held = None if is_target else self._available.results.get(key)
+        held = None if is_target else self._available.results.get(edge)
         if held is not None:
             value = self._operand(held)
         elif self._num_nodes < _MOST_NODES:
             self._num_nodes += 1
+            node, number = edge
             operation = operation_of(node)
             if operation is None:
                 value = self._function(node)
             else:
                 value = self._computed(node, number, operation, is_target)
         if value is not None:
-            self._known[key] = value
+            self._known[edge] = value
         return value
 
     def _operand(self, held: Held) -> int:
@@ -245,11 +246,10 @@ class RecipeSearch:
             names = (None,) * len(edges)
         missing = operation.missing
         is_cast_target = is_target and operation.constants == (DTYPE,)
-        if not is_cast_target and any(
-            name is None and self._is_out_of_reach(*edge)
-            for edge, name in zip(edges, names, strict=False)
-        ):
-            return None
+        if not is_cast_target:
+            for edge, name in zip(edges, names, strict=False):
+                if name is None and self._is_out_of_reach(edge):
+                    return None
         values: list[int | None] = []
         for position, name in enumerate(names):
             value = self._input(node, edges, position, name)
@@ -264,7 +264,9 @@ class RecipeSearch:
             elif value is None and name not in operation.optional:
                 return None
             values.append(value)
-        constants = tuple(_constant(node, number, name) for name in operation.constants)
+        constants: tuple[Any, ...] = ()
+        if operation.constants:
+            constants = tuple(_constant(node, number, name) for name in operation.constants)
         function = operation.operation
         if missing is SCALAR and len(names) == 1:  # of `rsub`
             if not is_target:
@@ -281,12 +283,13 @@ class RecipeSearch:
                 function = layer_norm_of_decoded
         return self._step(Step(function, tuple(values), constants))
 
-    def _is_out_of_reach(self, node: Any, number: int) -> bool:
+    def _is_out_of_reach(self, edge: Edge) -> bool:
         """Whether a result can be no operand, as is seen at once: the search need not begin."""
+        node, _ = edge
         return (
             node is not None
             and operation_of(node) is None
-            and (node, number) not in self._available.results
+            and edge not in self._available.results
             and getattr(node, "variable", None) is None
             and function_of(node) is None
         )
@@ -298,7 +301,8 @@ class RecipeSearch:
                 return self._operand(held)
         if position >= len(edges):
             return None
-        following, number = edges[position]
+        edge = edges[position]
+        following, _ = edge
         if following is None:
             return None
         leaf = getattr(following, "variable", None)  # of its accumulator
@@ -306,7 +310,7 @@ class RecipeSearch:
             if not is_away(leaf) and leaf.device == self._available.device:
                 return self._operand(ResidentTensor(leaf, self._available.scope))
             return None
-        return self.result(following, number)
+        return self.result(edge)
 
     def _eps(self, weight: int | None) -> float | None:
         held = None if weight is None or weight >= 0 else parameter_of(self.held[~weight])
