@@ -83,12 +83,12 @@ class AvailableTensors:
         self.results: dict[Edge, Held] = {}
         self.scope = _NOWHERE
 
-    def note(self, tensor: torch.Tensor, held: object, scope: Scope) -> None:
+    def note(self, tensor: torch.Tensor, held: Held, scope: Scope) -> None:
         """Autograd has saved a tensor and holds this of it: it can be an operand from now on."""
         if scope is not self.scope:
             self.forget()
             self.scope = scope
-        if tensor._version == 0 and isinstance(held, Held):
+        if tensor._version == 0:
             node = node_of(tensor)
             if node is not None:
                 self.results[node, tensor.output_nr] = held
@@ -154,13 +154,16 @@ class AvailableTensors:
             return None
         if isinstance(data, torch.Tensor):
             return ResidentTensor(data, self.scope)
-        return data if isinstance(data, Held) else None
+        held: Held | None = data  # that we have packed, or nothing
+        return held
 
 
 def parameter_of(held: Held) -> torch.nn.Parameter | None:
     """The parameter that stands for itself; None: it is something else."""
     tensor = held.held if isinstance(held, ResidentTensor) else None
-    return tensor if isinstance(tensor, torch.nn.Parameter) else None
+    if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
+        return tensor
+    return None
 
 
 class RecipeSearch:
