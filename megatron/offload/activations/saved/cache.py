@@ -90,7 +90,8 @@ class TensorCache:
             for tensor in tensors:
                 if kind_of(tensor).has_plain_storage:
                     storage = tensor.untyped_storage()
-                    self._excluded[storage._cdata] = StorageReference(storage)
+                    if storage._cdata not in self._excluded:  # Note [Identity of a storage]
+                        self._excluded[storage._cdata] = StorageReference(storage)
 
     def movable(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
         """The tensor's storage, if its bytes can move exactly and are not excluded.
