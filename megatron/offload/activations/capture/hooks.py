@@ -23,7 +23,7 @@ from megatron.offload.activations.saved.autograd_graph import (
     is_kept_by_accumulator,
     is_view_of_leaf,
 )
-from megatron.offload.activations.saved.cache import TensorCache, span_of
+from megatron.offload.activations.saved.cache import TensorCache, is_small_part, span_of
 from megatron.offload.activations.saved.encoded import Codec, encoding_of
 from megatron.offload.activations.saved.recipe import Recipe
 from megatron.offload.activations.saved.recipe_search import Held
@@ -151,7 +151,7 @@ class SavedTensorHooks:
                 return self.keep(tensor)
             is_large = storage.nbytes() >= self._min_bytes
             if is_large and since is not None:
-                cast = self._find_cast(tensor, storage, since)
+                cast = self._casts.find(tensor, storage, since, self._step.scope)
                 if cast is not None:
                     self._reader.note_use(tensor)
                     self._step.statistics.recast_bytes += tensor.nbytes
@@ -199,13 +199,6 @@ class SavedTensorHooks:
             )
         with PLAIN_TORCH():
             return self.keep(tensor)
-
-    def _find_cast(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage, since: int
-    ) -> WeightCast | None:
-        if is_small_part(tensor, storage):  # each part would compute the whole cast again
-            return None
-        return self._casts.find(tensor, storage, since, self._step.scope)
 
     def find_move(
         self,
@@ -417,14 +410,6 @@ _leave_to_python(SavedTensorHooks.pack, SavedTensorHooks.unpack)
 def _is_held(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
     """Whether it is a leaf, as embeddings are before adapters, or its view: Note [Leaves]."""
     return is_kept_by_accumulator(tensor) or is_view_of_leaf(tensor, storage)
-
-
-def is_small_part(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-    """Whether a view covers so little of its storage that a copy of its span should move."""
-    # The cheap test first: most saved tensors are all of their storage.
-    return (
-        tensor.nbytes * 2 <= storage.nbytes() and span_of(tensor).num_bytes * 2 <= storage.nbytes()
-    )
 
 
 def needed_together(found: Sequence[tuple[torch.Tensor, torch.UntypedStorage]]) -> set[int]:

@@ -160,10 +160,12 @@ class AvailableTensors:
 
 def parameter_of(held: Held) -> torch.nn.Parameter | None:
     """The parameter that stands for itself; None: it is something else."""
-    tensor = held.held if isinstance(held, ResidentTensor) else None
-    if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
-        return tensor
-    return None
+    if not isinstance(held, ResidentTensor):
+        return None
+    tensor = held.held
+    if type(tensor) is torch.Tensor:  # else torch looks, in Python
+        return None
+    return tensor if isinstance(tensor, torch.nn.Parameter) else None
 
 
 class RecipeSearch:

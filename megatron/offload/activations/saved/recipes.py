@@ -179,7 +179,7 @@ class RecipeFinder:
             return None
         if target._version or target.storage_offset() or target.nbytes != storage.nbytes():
             return None
-        layout = Layout(tuple(target.shape), target.stride(), target.dtype)
+        layout = Layout(target.shape, target.stride(), target.dtype)
         kind = self._fruitless.place_of(scope), type(node), layout
         if self._fruitless.skips(kind):
             return None

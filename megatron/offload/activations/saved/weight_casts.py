@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.offload.activations.saved.autograd_graph import node_of
+from megatron.offload.activations.saved.cache import is_small_part
 from megatron.offload.activations.saved.resident import changed_in_place
 from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.activations.saved.storage_reference import StorageReference
@@ -115,6 +116,8 @@ class WeightCasts:
         if cast._version or tensor.dtype is not cast.dtype or is_away(param):
             return None
         if storage.nbytes() != cast.nbytes or cast.storage_offset():
+            return None
+        if is_small_part(tensor, storage):  # each part would compute the whole cast again
             return None
         if param._version != weight.version or param.shape != weight.shape:
             return None
