@@ -23,7 +23,7 @@ from megatron.offload.activations.saved.autograd_graph import (
     is_kept_by_accumulator,
     is_view_of_leaf,
 )
-from megatron.offload.activations.saved.cache import TensorCache, span_of
+from megatron.offload.activations.saved.cache import TensorCache, is_small_part, span_of
 from megatron.offload.activations.saved.encoded import Codec, encoding_of
 from megatron.offload.activations.saved.recipe import Recipe
 from megatron.offload.activations.saved.recipe_search import Held
@@ -148,24 +148,27 @@ class SavedTensorHooks:
         """
         with PLAIN_TORCH():
             storage = self._cache.movable(tensor)
-            if since is not None and storage is not None and self._casts.may_find():
-                cast = self._find_cast(tensor, storage, since)
+            if storage is None:
+                return self.keep(tensor)
+            is_large = storage.nbytes() >= self._min_bytes
+            if is_large and since is not None:
+                cast = self._casts.find(tensor, storage, since, self._step.scope)
                 if cast is not None:
                     self._reader.note_use(tensor)
                     self._step.statistics.recast_bytes += tensor.nbytes
                     return cast
             to_write = WriteBatch(self._writer) if batch is None else batch
             move = None
-            if storage is not None and self._is_held(tensor, storage):
+            if is_large and _is_held(tensor, storage):
                 self._step.statistics.held_bytes += tensor.nbytes
-            elif storage is not None:
+            else:
                 move = self.find_move(tensor, storage, to_write, rounds=rounds)
             if move is not None:
                 view = self.take(tensor, move, to_write)
                 if batch is None:
                     to_write.submit()
                 return view
-            if storage is not None and self._step.observer is not None:
+            if self._step.observer is not None:
                 self._step.observer.stayed(self._step.scope, storage)
             return self.keep(tensor)
 
@@ -181,12 +184,6 @@ class SavedTensorHooks:
                 if storage is not None and self._min_bytes <= storage.nbytes() == tensor.nbytes:
                     self.recipes.available.note_returned(tensor)
 
-    def _is_held(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-        """Whether it is a leaf, as embeddings are before adapters, or its view: Note [Leaves]."""
-        return storage.nbytes() >= self._min_bytes and (
-            is_kept_by_accumulator(tensor) or is_view_of_leaf(tensor, storage)
-        )
-
     def end_layers(self) -> None:
         """The last layer of a forward pass has run: nothing is kept for comparisons."""
         self._unreplayed.leave()
@@ -195,9 +192,12 @@ class SavedTensorHooks:
 
     def keep(self, tensor: torch.Tensor) -> Packed:
         """What autograd keeps of a tensor that stays."""
-        if kind_of(tensor).is_inference:
-            return tensor
-        held = ResidentTensor(tensor, self._step.scope)
+        try:
+            held = ResidentTensor(tensor, self._step.scope)
+        except RuntimeError:
+            if not tensor.is_inference():
+                raise
+            return tensor  # it has no versions
         if self.recipes is not None:
             self.recipes.available.note(tensor, held, self._step.scope)
         return held
@@ -212,15 +212,6 @@ class SavedTensorHooks:
             )
         with PLAIN_TORCH():
             return self.keep(tensor)
-
-    def _find_cast(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage, since: int
-    ) -> WeightCast | None:
-        if storage.nbytes() < self._min_bytes:
-            return None
-        if is_small_part(tensor, storage):  # each part would compute the whole cast again
-            return None
-        return self._casts.find(tensor, storage, since, self._step.scope)
 
     def find_move(
         self,
@@ -242,16 +233,15 @@ class SavedTensorHooks:
             rounds: see `encoding_of`.
         """
         span: Span | None = None
+        num_bytes = storage.nbytes()
         if not self._device.gets_back(storage):
             self._step.statistics.foreign_bytes += tensor.nbytes
             return None
-        if storage.nbytes() < self._min_bytes:  # every policy keeps it, so it has no record
+        if num_bytes < self._min_bytes:  # every policy keeps it, so it has no record
             is_part = not whole and is_small_part(tensor, storage)
-            num_bytes = span_of(tensor).num_bytes if is_part else storage.nbytes()
-            self._step.statistics.small_bytes += num_bytes
+            self._step.statistics.small_bytes += span_of(tensor).num_bytes if is_part else num_bytes
             return None
         record = self._cache.find(storage, span, tensor)
-        num_bytes = storage.nbytes()
         may_be_part = record is None and not whole and tensor.nbytes * 2 <= num_bytes
         if may_be_part and is_small_part(tensor, storage):
             span = span_of(tensor)
@@ -363,30 +353,33 @@ class SavedTensorHooks:
             OffloadError: a CUDA graph is being captured.
             StorageError: the reader could not read its bytes back.
         """
-        if not isinstance(packed, SavedView):
-            if (sampler := self._step.sampler) is not None:
-                sampler.sample(at_once=False)
-            with PLAIN_TORCH():
-                return packed if isinstance(packed, torch.Tensor) else packed.tensor()
-        if is_captured():
+        if isinstance(packed, SavedView) and is_captured():
             check_not_captured(
                 PREFIX,
                 "a backward pass whose activations are",
                 "capture its forward pass with it, or run it without a graph",
             )
         with PLAIN_TORCH():
-            tensor = packed.take_built()
-            if tensor is None:
-                packed.check_unchanged()
-                tensor = packed.rebuild(self._memory_of(packed.saved))
-                if packed.saved.ready is None:
-                    self._reader.note_use(tensor, packed.saved)
-            elif packed.ready is not None:
-                self._reader.use_built(packed, tensor)
-        self._reader.end_use(packed)
-        if (sampler := self._step.sampler) is not None:
-            with PLAIN_TORCH():
-                sampler.used(packed.saved, tensor)
+            return packed if isinstance(packed, torch.Tensor) else self._tensor_of(packed)
+
+    def _tensor_of(self, held: Held) -> torch.Tensor:
+        """The tensor that this stands for: autograd's own, or one of which it is computed again."""
+        sampler = self._step.sampler
+        if not isinstance(held, SavedView):
+            if sampler is not None:
+                sampler.sample(at_once=False)
+            return held.tensor()
+        tensor = held.take_built()
+        if tensor is None:
+            held.check_unchanged()
+            tensor = held.rebuild(self._memory_of(held.saved))
+            if held.saved.ready is None:
+                self._reader.note_use(tensor, held.saved)
+        elif held.ready is not None:
+            self._reader.use_built(held, tensor)
+        self._reader.end_use(held)
+        if sampler is not None:
+            sampler.used(held.saved, tensor)
         return tensor
 
     def _fetch(self, record: SavedStorage) -> torch.UntypedStorage:
@@ -403,7 +396,7 @@ class SavedTensorHooks:
         held = recipe.operands  # before it is seen whether the bytes are there: `Reader.compute`
         memory = self._reader.computed(record)
         if memory is None:
-            operands: list[torch.Tensor | None] = [self.unpack(one) for one in held]
+            operands: list[torch.Tensor | None] = [self._tensor_of(one) for one in held]
             observer = self._step.observer
             if observer is None:
                 return self._reader.compute(record, recipe, operands)
@@ -428,12 +421,9 @@ def _leave_to_python(*functions: Callable[..., object]) -> None:
 _leave_to_python(SavedTensorHooks.pack, SavedTensorHooks.unpack)
 
 
-def is_small_part(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-    """Whether a view covers so little of its storage that a copy of its span should move."""
-    # The cheap test first: most saved tensors are all of their storage.
-    return (
-        tensor.nbytes * 2 <= storage.nbytes() and span_of(tensor).num_bytes * 2 <= storage.nbytes()
-    )
+def _is_held(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+    """Whether it is a leaf, as embeddings are before adapters, or its view: Note [Leaves]."""
+    return is_kept_by_accumulator(tensor) or is_view_of_leaf(tensor, storage)
 
 
 def needed_together(found: Sequence[tuple[torch.Tensor, torch.UntypedStorage]]) -> set[int]:

@@ -90,7 +90,8 @@ class TensorCache:
             for tensor in tensors:
                 if kind_of(tensor).has_plain_storage:
                     storage = tensor.untyped_storage()
-                    self._excluded[storage._cdata] = StorageReference(storage)
+                    if storage._cdata not in self._excluded:  # Note [Identity of a storage]
+                        self._excluded[storage._cdata] = StorageReference(storage)
 
     def movable(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
         """The tensor's storage, if its bytes can move exactly and are not excluded.
@@ -99,9 +100,13 @@ class TensorCache:
         bytes, lazily conjugated or negated views and tensors on other devices stay as they are. So
         do views of parameters: sharded training gives a parameter new memory again and again.
         """
+        is_plain = type(tensor) is torch.Tensor and tensor.device == self._device
+        base = tensor._base if is_plain else None
+        is_known = base is None or type(base) is torch.Tensor  # else torch looks, in Python
+        if not is_known and isinstance(base, torch.nn.Parameter):
+            return None
         if (
-            type(tensor) is not torch.Tensor
-            or tensor.device != self._device
+            not is_plain
             or not (
                 kind := kinds.get(_dispatch_keys(tensor).raw_repr()) or kind_of(tensor)
             ).is_all_bytes
@@ -109,9 +114,6 @@ class TensorCache:
         ):
             if not isinstance(tensor, torch.nn.Parameter):
                 self._count_left(tensor)
-            return None
-        base = tensor._base
-        if base is not None and isinstance(base, torch.nn.Parameter):
             return None
         storage = tensor.untyped_storage()
         if storage.nbytes() == 0:
@@ -278,6 +280,14 @@ def span_of(tensor: torch.Tensor) -> Span:
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     size = tensor.element_size()
     return Span(int(tensor.storage_offset()) * size, (int(last) + 1) * size)
+
+
+def is_small_part(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+    """Whether a view covers so little of its storage that a copy of its span should move."""
+    # The cheap test first: most saved tensors are all of their storage.
+    return (
+        tensor.nbytes * 2 <= storage.nbytes() and span_of(tensor).num_bytes * 2 <= storage.nbytes()
+    )
 
 
 def _count_together(one: torch.Tensor, other: torch.Tensor) -> bool:

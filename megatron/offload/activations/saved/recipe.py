@@ -115,8 +115,11 @@ class Program:
             yield rows, part
 
     def _at_once(self, operands: list[torch.Tensor | None]) -> torch.Tensor:
+        if torch.is_grad_enabled():  # seldom so in backward, and the context takes microseconds
+            with torch.no_grad():
+                return self._at_once(operands)
         results: list[torch.Tensor | None] = []
-        with torch.no_grad(), torch._C._DisableAutocast():
+        with torch._C._DisableAutocast():
             for step, ended in zip(self.steps, self._last_uses, strict=True):
                 arguments = [
                     None if one is None else operands[~one] if one < 0 else results[one]

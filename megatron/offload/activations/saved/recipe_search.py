@@ -50,6 +50,7 @@ from megatron.offload.activations.saved.view import SavedView
 from megatron.offload.activations.saved.weight_casts import WeightCast, is_away
 
 Held = SavedView | ResidentTensor | WeightCast  # what autograd holds of an operand
+Edge = tuple[Any, int]  # a node and the number of its result, as a node's `next_functions` has them
 
 _MOST_NODES = 24  # that a search looks at: it ends soon in sums that go on through all layers
 _MOST_HELD = 32  # storages that a codec has encoded: those that a layer saved last
@@ -87,17 +88,17 @@ class AvailableTensors:
         self._holds = False
         self._compared: dict[tuple[Any, ...], bool] = {}
         self._unpack = unpack
-        self.results: dict[tuple[Any, int], Held] = {}
+        self.results: dict[Edge, Held] = {}
         # Note [Results of modules]
-        self._returned: dict[tuple[Any, int], weakref.ref[torch.Tensor]] = {}
+        self._returned: dict[Edge, weakref.ref[torch.Tensor]] = {}
         self.scope = _NOWHERE
 
-    def note(self, tensor: torch.Tensor, held: object, scope: Scope) -> None:
+    def note(self, tensor: torch.Tensor, held: Held, scope: Scope) -> None:
         """Autograd has saved a tensor and holds this of it: it can be an operand from now on."""
         if scope is not self.scope:
             self.forget()
             self.scope = scope
-        if tensor._version == 0 and isinstance(held, Held):
+        if tensor._version == 0:
             node = node_of(tensor)
             if node is not None:
                 self.results[node, tensor.output_nr] = held
@@ -112,9 +113,9 @@ class AvailableTensors:
         if source is not None and tensor._version == 0:
             self._returned[node, tensor.output_nr] = weakref.ref(tensor)
 
-    def returned(self, key: tuple[Any, int]) -> torch.Tensor | None:
+    def returned(self, edge: Edge) -> torch.Tensor | None:
         """What a part of the model has returned, by its node, if it is alive and as it was."""
-        reference = self._returned.get(key)
+        reference = self._returned.get(edge)
         tensor = None if reference is None else reference()
         return None if tensor is None or tensor._version else tensor
 
@@ -180,12 +181,17 @@ class AvailableTensors:
             return None
         if isinstance(data, torch.Tensor):
             return ResidentTensor(data, self.scope)
-        return data if isinstance(data, Held) else None
+        held: Held | None = data  # that we have packed, or nothing
+        return held
 
 
 def parameter_of(held: Held) -> torch.nn.Parameter | None:
     """The parameter that stands for itself; None: it is something else."""
-    tensor = held.held if isinstance(held, ResidentTensor) else None
+    if not isinstance(held, ResidentTensor):
+        return None
+    tensor = held.held
+    if type(tensor) is torch.Tensor:  # else torch looks, in Python
+        return None
     return tensor if isinstance(tensor, torch.nn.Parameter) else None
 
 
@@ -210,7 +216,7 @@ class RecipeSearch:
         self._available = available
         self._target = target
         self._save = save
-        self._known: dict[tuple[Any, int], int] = {}
+        self._known: dict[Edge, int] = {}
         self._of_held: dict[int, int] = {}
         self._num_nodes = 0
         self.depth = 1
@@ -220,36 +226,36 @@ class RecipeSearch:
         self.is_scalar_missing = False
         self.saved: list[Held] = []
 
-    def result(self, node: Any, number: int, *, is_target: bool = False) -> int | None:
+    def result(self, edge: Edge, *, is_target: bool = False) -> int | None:
         """A result of a node, as a program names it; None: it cannot be had."""
-        key = node, number
-        value = self._known.get(key)
+        value = self._known.get(edge)
         if value is not None:
             return value
-        held = None if is_target else self._available.results.get(key) or self._returned(key)
+        held = None if is_target else self._available.results.get(edge) or self._returned(edge)
         if held is not None:
             value = self._operand(held)
         elif self._num_nodes < _MOST_NODES:
             self._num_nodes += 1
+            node, number = edge
             operation = operation_of(node)
             if operation is None:
                 value = self._function(node)
             else:
                 value = self._computed(node, number, operation, is_target)
         if value is not None:
-            self._known[key] = value
+            self._known[edge] = value
         return value
 
-    def _returned(self, key: tuple[Any, int]) -> Held | None:
+    def _returned(self, edge: Edge) -> Held | None:
         """Note [Results of modules]."""
-        tensor = self._available.returned(key)
+        tensor = self._available.returned(edge)
         if tensor is None or 2 * tensor.nbytes > self._target.nbytes:
             return None
-        return self._save_for(key, tensor)
+        return self._save_for(edge, tensor)
 
-    def _save_for(self, key: tuple[Any, int], tensor: torch.Tensor) -> Held:
+    def _save_for(self, edge: Edge, tensor: torch.Tensor) -> Held:
         """Saves a result that autograd does not."""
-        held = self._available.results[key] = self._save(tensor)
+        held = self._available.results[edge] = self._save(tensor)
         self.saved.append(held)
         return held
 
@@ -287,11 +293,10 @@ class RecipeSearch:
             names = (None,) * len(edges)
         missing = operation.missing
         is_cast_target = is_target and operation.constants == (DTYPE,)
-        if not is_cast_target and any(
-            name is None and self._is_out_of_reach(*edge)
-            for edge, name in zip(edges, names, strict=False)
-        ):
-            return None
+        if not is_cast_target:
+            for edge, name in zip(edges, names, strict=False):
+                if name is None and self._is_out_of_reach(edge):
+                    return None
         values: list[int | None] = []
         for position, name in enumerate(names):
             value = self._input(node, edges, position, name)
@@ -306,7 +311,9 @@ class RecipeSearch:
             elif value is None and name not in operation.optional:
                 return None
             values.append(value)
-        constants = tuple(_constant(node, number, name) for name in operation.constants)
+        constants: tuple[Any, ...] = ()
+        if operation.constants:
+            constants = tuple(_constant(node, number, name) for name in operation.constants)
         function = operation.operation
         if missing is SCALAR and len(names) == 1:  # of `rsub`
             if not is_target:
@@ -323,13 +330,14 @@ class RecipeSearch:
                 function = layer_norm_of_decoded
         return self._step(Step(function, tuple(values), constants))
 
-    def _is_out_of_reach(self, node: Any, number: int) -> bool:
+    def _is_out_of_reach(self, edge: Edge) -> bool:
         """Whether a result can be no operand, as is seen at once: the search need not begin."""
+        node, _ = edge
         return (
             node is not None
             and operation_of(node) is None
-            and (node, number) not in self._available.results
-            and self._available.returned((node, number)) is None
+            and edge not in self._available.results
+            and self._available.returned(edge) is None
             and getattr(node, "variable", None) is None
             and function_of(node) is None
         )
@@ -341,7 +349,8 @@ class RecipeSearch:
                 return self._operand(held)
         if position >= len(edges):
             return None
-        following, number = edges[position]
+        edge = edges[position]
+        following, _ = edge
         if following is None:
             return None
         leaf = getattr(following, "variable", None)  # of its accumulator
@@ -349,7 +358,7 @@ class RecipeSearch:
             if not is_away(leaf) and leaf.device == self._available.device:
                 return self._operand(ResidentTensor(leaf, self._available.scope))
             return None
-        return self.result(following, number)
+        return self.result(edge)
 
     def _eps(self, weight: int | None) -> float | None:
         held = None if weight is None or weight >= 0 else parameter_of(self.held[~weight])

@@ -180,12 +180,12 @@ class RecipeFinder:
             return None
         if target._version or target.storage_offset() or target.nbytes != storage.nbytes():
             return None
-        layout = Layout(tuple(target.shape), target.stride(), target.dtype)
+        layout = Layout(target.shape, target.stride(), target.dtype)
         kind = self._fruitless.place_of(scope), type(node), layout
         if self._fruitless.skips(kind):
             return None
         search = RecipeSearch(self.available, target, save)
-        found = search.result(node, target.output_nr, is_target=True)
+        found = search.result((node, target.output_nr), is_target=True)
         self._fruitless.note(kind, is_found=found is not None)
         if found is None:
             return None
@@ -333,8 +333,8 @@ def _recipe(program: Program, search: RecipeSearch) -> Recipe:
     for one in operands:
         if isinstance(one, SavedView):
             recipe = one.saved.recipe
-            records = [one.saved] if recipe is None else recipe.bases
-            bases.update((id(record), record) for record in records)
+            for record in (one.saved,) if recipe is None else recipe.bases:
+                bases[id(record)] = record
             is_exact = is_exact and (recipe is None or recipe.is_exact)
     return Recipe(
         program,

@@ -31,7 +31,7 @@ class SaveOrder:
     def append(self, record: SavedStorage) -> None:
         """Notes that a storage was saved, for the first time or once more."""
         before, num_bytes = self._largest[-1:], record.num_bytes
-        self._largest.append(max(before[0], num_bytes) if before else num_bytes)
+        self._largest.append(before[0] if before and before[0] > num_bytes else num_bytes)
         self._saves.append(weakref.ref(record))
 
     def arrange(self, num_saves: int, graph: int, use: int) -> None:

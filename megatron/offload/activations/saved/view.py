@@ -93,12 +93,15 @@ class SavedView:
 
         A change in place in backward shows in every view of it, and `check_unchanged` notices it.
         """
+        witness, offset = self._witness, self._offset
+        start_bytes = self.saved.start_bytes
         # `memory` is the copy of a span, or all of the storage that the span is a part of.
-        is_own = memory.nbytes() == self.saved.saved_bytes
-        start = self.saved.start_bytes // self._witness.element_size() if is_own else 0
-        content = self._witness.new_empty(0)
-        content.set_(memory, self._offset - start, self._shape, self._stride)
-        tensor = self._witness.detach()
+        if start_bytes and memory.nbytes() == self.saved.saved_bytes:
+            offset -= start_bytes // witness.element_size()
+        # `set_` alone lets go of the GIL: see `tensor_kind.py`.
+        content = without_graph(_nothing_like(witness.dtype, witness.device))
+        content.set_(memory, offset, self._shape, self._stride)
+        tensor = without_graph(witness)
         tensor.data = content
         return tensor
 

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.offload.activations.saved.autograd_graph import node_of
+from megatron.offload.activations.saved.cache import is_small_part
 from megatron.offload.activations.saved.resident import changed_in_place
 from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.activations.saved.storage_reference import StorageReference
@@ -63,7 +64,6 @@ class WeightCasts:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._weights: dict[int, _Weight] = {}  # by the address of the parameter
-        self._is_any_elsewhere = False  # on another device than activations
         self._known: dict[int, StorageReference] = {}  # casts of this step, by storage
         self._held: weakref.WeakSet[WeightCast] = weakref.WeakSet()
         # Forward passes and optimizers may run in threads of their own; held for an assignment.
@@ -77,7 +77,6 @@ class WeightCasts:
         """
         self._weights = {}
         self._known = {}
-        self._is_any_elsewhere = False
         with torch._C.DisableTorchFunctionSubclass():  # else an offloaded parameter is read back
             for one in tensors:
                 if not isinstance(one, torch.nn.Parameter) or not one.requires_grad:
@@ -87,13 +86,6 @@ class WeightCasts:
                     continue
                 storage = 0 if is_away(one) else one.untyped_storage()._cdata
                 self._weights[id(one)] = _Weight(weakref.ref(one), one._version, one.shape, storage)
-                self._is_any_elsewhere |= one.device != self._device
-
-    def may_find(self) -> bool:
-        """Whether anything that autograd saves now may be a cast of a weight."""
-        if not self._weights:
-            return False
-        return autocast_depth() > 0 or self._is_any_elsewhere
 
     def find(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, since: int, scope: Scope
@@ -106,8 +98,9 @@ class WeightCasts:
             since: number of the first operation of this thread in this step.
             scope: that saves it.
         """
-        is_autocast = autocast_depth() > 0
-        cast = tensor if tensor._base is None else tensor._base
+        # What tells most tensors apart comes first: only few are the result of a cast.
+        base = tensor._base
+        cast = tensor if base is None else base
         node: Any = node_of(cast)
         if node is None or type(node).__name__ != _CAST:
             return None
@@ -117,12 +110,14 @@ class WeightCasts:
         if weight is None or param is None or leaf is not param:
             return None
         if cast.device == param.device and not (
-            is_autocast and cast.dtype is torch.get_autocast_dtype(self._device.type)
+            autocast_depth() > 0 and cast.dtype is torch.get_autocast_dtype(self._device.type)
         ):
             return None
         if cast._version or tensor.dtype is not cast.dtype or is_away(param):
             return None
         if storage.nbytes() != cast.nbytes or cast.storage_offset():
+            return None
+        if is_small_part(tensor, storage):  # each part would compute the whole cast again
             return None
         if param._version != weight.version or param.shape != weight.shape:
             return None

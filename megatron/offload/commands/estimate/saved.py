@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 
-from megatron.offload.activations.capture.hooks import is_small_part
 from megatron.offload.activations.saved.bits import bits_bytes
-from megatron.offload.activations.saved.cache import span_of
+from megatron.offload.activations.saved.cache import is_small_part, span_of
 from megatron.offload.activations.saved.noise import may_be_noise
 from megatron.offload.activations.saved.recipe import Layout, Program, Recipe, Step
 from megatron.offload.activations.saved.recipe_search import Held, RecipeSearch

@@ -13,7 +13,7 @@ import functools
 import itertools
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 
 import torch
@@ -41,6 +41,7 @@ from megatron.offload.integration.torch.report import (
 )
 from megatron.offload.integration.torch.stationary import (
     is_sharded,
+    modules_in,
     stationary_tensors,
     unsharded_tensors,
 )
@@ -182,7 +183,7 @@ class ActivationOffload(Handle):
             engine = self._passes.idle_engine(device)
         with contextlib.ExitStack() as contexts:
             if engine is not None:
-                engine.exclude(stationary_tensors(self._models))
+                engine.exclude(stationary_tensors(modules_in(self._models)))
                 contexts.enter_context(engine.step())
             yield EnginePasses(engine, hooks_tensors=False)
 
@@ -317,18 +318,17 @@ class ActivationOffload(Handle):
         for layer in layers:
             self._hooks.add(layer, self._calls.begin, self._calls.end, outside_of_graphs=False)
             self._hooks.add_of_graph(layer, self._calls.begin, self._calls.run, self._calls.end)
-        self._watch_sharded()
+        self._watch_sharded(modules_in(self._models))
 
-    def _watch_sharded(self) -> None:
+    def _watch_sharded(self, modules: Iterable[torch.nn.Module]) -> None:
         """Excludes what FSDP gathers, as soon as it has, also in modules that it has come to since.
 
         See Note [Views of parameters] in `stationary.py`.
         """
-        for model in self._models:
-            for module in model.modules():
-                if is_sharded(module) and module not in self._watched:
-                    self._watched.add(module)
-                    self._hooks.add_before(module, self._exclude_unsharded)
+        for module in modules:
+            if is_sharded(module) and module not in self._watched:
+                self._watched.add(module)
+                self._hooks.add_before(module, self._exclude_unsharded)
 
     def _exclude_unsharded(self, module: torch.nn.Module) -> None:
         if self._steps is not None:
@@ -384,9 +384,10 @@ class ActivationOffload(Handle):
                 "or newer) or compile the layers instead of the model (layer.compile()); else name "
                 "the layers with layers=, or use mode='ssd' or 'host'"
             )
-        self._watch_sharded()
+        modules = modules_in(self._models)
+        self._watch_sharded(modules)
         gathered = (one for module in self._watched for one in unsharded_tensors(module))
-        with steps.step(itertools.chain(stationary_tensors(self._models), gathered)):
+        with steps.step(itertools.chain(stationary_tensors(modules), gathered)):
             yield
         self._num_steps += 1
         if self._num_steps == 1:

@@ -20,16 +20,39 @@ from typing import Any
 import torch
 
 
-def stationary_tensors(models: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
-    """Parameters, their gradients and buffers; of a DTensor the local part."""
-    for model in models:
-        for parameter in model.parameters():
+def modules_in(models: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Models and all modules within them, each once.
+
+    A step asks for them: `torch.nn.Module.modules` makes up the name of each as well, in a chain of
+    generators, which takes several times as long.
+    """
+    found: dict[torch.nn.Module, None] = {}
+    waiting = list(models)
+    while waiting:
+        module = waiting.pop()
+        if module not in found:
+            found[module] = None
+            waiting.extend(one for one in module._modules.values() if one is not None)
+    return list(found)
+
+
+def stationary_tensors(modules: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    """Parameters, their gradients and buffers; of a DTensor the local part.
+
+    Args:
+        modules: with those within them, as `modules_in` has them.
+    """
+    for module in modules:
+        for parameter in module._parameters.values():
+            if parameter is None:
+                continue
             yield _local(parameter)
             # `functional_call` puts results of others there, and torch warns of their `.grad`.
             if parameter.is_leaf and parameter.grad is not None:
                 yield _local(parameter.grad)
-        for buffer in model.buffers():
-            yield _local(buffer)
+        for buffer in module._buffers.values():
+            if buffer is not None:
+                yield _local(buffer)
 
 
 def is_sharded(module: torch.nn.Module) -> bool:
