@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -252,6 +253,79 @@ def _state(net: Any) -> list[Any]:
     switched = [(one.scale, one.active[0], dict(one.scales)) for one in net.layers]
     wanted = [one.requires_grad for one in net.parameters()]
     return [flags, switched, wanted, [digest(one) for one in net.buffers()]]
+
+
+class Meter:
+    """Centers what it gets by a mean that each call moves."""
+
+    def __init__(self) -> None:
+        self.mean, self.counts = torch.zeros(HIDDEN), [0]
+
+    def centered(self, x: torch.Tensor) -> torch.Tensor:
+        self.counts[0] += 1
+        self.mean = 0.9 * self.mean + x.detach().mean((0, 1))
+        return x - self.mean / self.counts[0]
+
+
+def _counted(x: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    counts.append(len(counts))
+    return x / len(counts)
+
+
+class Borrowing(torch.nn.Module):
+    """Calls what torch does not have among its modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.hidden = {"norms": [torch.nn.BatchNorm1d(HIDDEN)]}
+        self.meters = (Meter(),)
+        self.centered = Meter().centered
+        self.counted = functools.partial(_counted, counts=[])
+
+    def forward(self, x: torch.Tensor, norm: torch.nn.Module) -> torch.Tensor:
+        made = self.meters[0].centered(self.centered(self.counted(self.project(x))))
+        made = self.hidden["norms"][0](made.transpose(1, 2))
+        return x + norm(made).transpose(1, 2)
+
+
+class Lender(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Borrowing() for _ in range(3))
+        self.norm = torch.nn.BatchNorm1d(HIDDEN)
+        for one in self.layers:
+            one.model = [self]  # around the layer: it is not looked at
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0].project(x)
+        for layer in self.layers:
+            x = layer(x, self.norm)
+        return x
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_what_a_layer_calls_and_does_not_have_is_as_it_was(twice: bool, tmp_path: Path) -> None:
+    def run(recompute: str | None) -> list[Any]:
+        torch.manual_seed(3)
+        net, found = Lender(), []
+        with offload_activations(net, tmp_path, min_bytes=1, recompute_layers=recompute) as offload:
+            for _ in range(3):
+                loss = net(torch.randn(2, TOKENS, HIDDEN)).square().mean()
+                if twice:
+                    loss = loss + net(torch.randn(2, TOKENS, HIDDEN)).square().mean()
+                loss.backward()  # type: ignore[no-untyped-call]
+                found.append((digest(loss), gradients_of(net)))
+                net.zero_grad()
+            if recompute is not None:
+                assert offload.statistics["recomputed_layers"] == (6 if twice else 3)
+        for one in net.layers:
+            meters = one.meters[0], one.centered.__self__
+            found.append([(digest(meter.mean), meter.counts) for meter in meters])
+            found.append([one.counted.keywords, digest(one.hidden["norms"][0].running_var)])
+        return [*found, digest(net.norm.running_mean)]
+
+    assert run("all") == run(None)
 
 
 def test_a_layer_runs_again_with_context_variables_of_its_own_thread(tmp_path: Path) -> None:

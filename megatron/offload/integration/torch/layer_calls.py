@@ -168,7 +168,7 @@ class LayerCalls:
             if self._timings is not None and not self._recomputes:
                 self._watched = self._noted(layer, args, kwargs, copies=False)
                 self._watched_attributes = AttributeSnapshot(
-                    layer, self._changed[layer], copies=False
+                    layer, self._changed[layer], tree_leaves((args, kwargs)), copies=False
                 )
 
     def end(self, layer: torch.nn.Module, result: Any) -> None:
@@ -291,9 +291,10 @@ class LayerCalls:
         noted: Callable[[], _Context] = contextlib.nullcontext
         if self._timings is not None and self._profiler is not None:
             noted = functools.partial(self._profiler.recomputation, self._timings, WHOLE_LAYER)
-        buffers = BufferSnapshot(self._layer)
-        attributes = AttributeSnapshot(self._layer, self._changed[self._layer])
-        numbers = _NumberSnapshot([*self._layer.modules(), *tree_leaves((args, kwargs))])
+        given = tree_leaves((args, kwargs))
+        attributes = AttributeSnapshot(self._layer, self._changed[self._layer], given)
+        buffers = BufferSnapshot(attributes.modules)
+        numbers = _NumberSnapshot([*attributes.modules, *given])
         others = attention_kernels(), computed_weights(), modes()
 
         def contexts() -> tuple[_Context, _Context]:
