@@ -339,7 +339,8 @@ def _is_trained(result: torch.Tensor, input_wants: bool) -> bool:
     """
     if not input_wants:
         return result.requires_grad
-    left, seen = [result.grad_fn], {None}
+    left: list[Any] = [result.grad_fn]
+    seen: set[Any] = {None}
     while left:
         node = left.pop()
         if node not in seen:
