@@ -328,6 +328,36 @@ def test_what_a_layer_calls_and_does_not_have_is_as_it_was(twice: bool, tmp_path
     assert run("all") == run(None)
 
 
+class Scripted(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        inner = torch.nn.Sequential(torch.nn.Linear(HIDDEN, HIDDEN), torch.nn.GELU())
+        self.inner = torch.jit.script(inner)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+
+def test_a_layer_with_torchscript_in_it_moves_instead_of_running_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(recompute: str | None) -> list[Any]:
+        torch.manual_seed(3)
+        net = torch.nn.Sequential(torch.nn.Linear(HIDDEN, HIDDEN), *(Scripted() for _ in range(3)))
+        found = []
+        with offload_activations(net, tmp_path, min_bytes=1, recompute_layers=recompute) as offload:
+            for _ in range(3):
+                loss = net(torch.randn(2, TOKENS, HIDDEN)).square().mean()
+                loss.backward()
+                found.append((digest(loss), gradients_of(net)))
+                net.zero_grad()
+            assert offload.statistics["recomputed_layers"] == 0
+        return found
+
+    assert run("all") == run(None)
+    assert "a part of it is TorchScript" in caplog.text
+
+
 def test_a_layer_runs_again_with_context_variables_of_its_own_thread(tmp_path: Path) -> None:
     """Backward of a device runs in a thread that has none of those that the script has set."""
 

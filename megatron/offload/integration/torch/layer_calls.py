@@ -36,6 +36,7 @@ from megatron.offload.activations.saved.scope import (
     name_after,
     name_of_call,
 )
+from megatron.offload.integration.open_parameters import brought
 from megatron.offload.integration.own_attributes import replaced
 from megatron.offload.integration.replaced_forwards import InPlaceOf
 from megatron.offload.integration.torch.argument_snapshot import ArgumentSnapshot
@@ -236,7 +237,7 @@ class LayerCalls:
     def _learn(self, layer: torch.nn.Module, timings: LayerTimings) -> None:
         """A measured layer has run: plans do not recompute what would not run as before."""
         reason = self._changes[layer].sentence or self._changed[layer].sentence
-        if reason or others_take_what_is_saved():
+        if reason or others_take_what_is_saved() or _is_scripted(layer):
             timings.can_be_recomputed = False
         if reason and layer not in self._has_warned_of:
             self._has_warned_of.add(layer)
@@ -269,6 +270,20 @@ class LayerCalls:
             )
         return True
 
+    def _has_script(self, layer: torch.nn.Module, name: str) -> bool:
+        """Whether parts of a layer are TorchScript: their buffers cannot be as they were."""
+        if not _is_scripted(layer):
+            return False
+        if layer not in self._has_warned_of:
+            self._has_warned_of.add(layer)
+            logger.warning(
+                "activation offload: %s is to be recomputed, and a part of it is TorchScript, "
+                "which torch's checkpoint cannot end half way; what it saves moves or stays "
+                "instead; give it the module that the script was made of to have it recomputed",
+                name,
+            )
+        return True
+
     def _enter(self, engine: OffloadEngine, name: str) -> Scope:
         """What is saved from now on has this name."""
         self._contexts.close()
@@ -282,7 +297,8 @@ class LayerCalls:
             return forward(*args, **kwargs)
         self._recomputes = False  # what it calls, itself even, runs again as a part of it
         assert self._engine is not None
-        if self._is_within_hooks(self._engine.scope.layer):
+        name = self._engine.scope.layer
+        if self._is_within_hooks(name) or self._has_script(self._layer, name):
             return forward(*args, **kwargs)
         arguments = self._noted(self._layer, args, kwargs, copies=True)
         if not arguments.is_certain:
@@ -295,7 +311,8 @@ class LayerCalls:
         attributes = AttributeSnapshot(self._layer, self._changed[self._layer], given)
         buffers = BufferSnapshot(attributes.modules)
         numbers = _NumberSnapshot([*attributes.modules, *given])
-        others = attention_kernels(), computed_weights(), modes()
+        weights = functools.partial(brought, self._layer)
+        others = weights, attention_kernels(), computed_weights(), modes()
 
         def contexts() -> tuple[_Context, _Context]:
             restored = buffers.restored, attributes.restored, numbers.restored
@@ -318,6 +335,10 @@ class LayerCalls:
         result = forward(*args, **kwargs)
         arguments.end(())
         return result
+
+
+def _is_scripted(layer: torch.nn.Module) -> bool:
+    return any(isinstance(one, torch.jit.ScriptModule) for one in layer.modules())
 
 
 class _NumberSnapshot:
