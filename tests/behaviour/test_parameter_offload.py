@@ -464,7 +464,9 @@ def test_what_cannot_work_is_refused(
         offload_parameters(make(), **settings)
 
 
-@pytest.mark.parametrize("make", [torch.jit.script, lambda one: torch.jit.trace(one, torch.ones(8))])
+@pytest.mark.parametrize(
+    "make", [torch.jit.script, lambda one: torch.jit.trace(one, torch.ones(8))]
+)
 def test_parts_that_are_torchscript_are_refused(make: Any, tmp_path: Path) -> None:
     layers = torch.nn.Sequential(
         *[torch.nn.Sequential(make(torch.nn.Linear(8, 8)), torch.nn.ReLU()) for _ in range(2)]

@@ -24,9 +24,8 @@ from megatron.offload.frozen.digests import digest_of
 _PLAIN = (bool, int, float, str, type(None))
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
-_SEQUENCES = (tuple, list, torch.Size, collections.deque)
-_SETS = (set, frozenset)
-_MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict)
+_SEQUENCES: tuple[Any, ...] = (tuple, list, collections.deque)
+_SETS: tuple[Any, ...] = (set, frozenset)
 
 # Attributes that torch gives each module: its hooks, and what `frozen_state.py` looks at itself.
 _OF_EACH_MODULE = {*vars(torch.nn.Module()), "forward", "_compiled_call_impl"} - {"training"}
@@ -93,11 +92,15 @@ class _Telling:
     def _parts_of(self, value: Any, depth: int) -> Any:
         """What is in a value; None: that is not looked at."""
         kind = type(value)
-        if kind in _SEQUENCES or (isinstance(value, tuple) and hasattr(kind, "_fields")):
-            return self._each(value, depth)
-        if kind in _SETS:
-            return sorted(self._each(value, depth), key=json.dumps)
-        if kind in _MAPPINGS or isinstance(value, types.MappingProxyType):
+        for base in _SEQUENCES:
+            if isinstance(value, base):  # whatever its class makes of iteration
+                return self._each(base.__iter__(value), depth)
+        for base in _SETS:
+            if isinstance(value, base):
+                return sorted(self._each(base.__iter__(value), depth), key=json.dumps)
+        if isinstance(value, dict):
+            return self._pairs(dict.items(value), depth)
+        if isinstance(value, types.MappingProxyType):
             return self._items(value, depth)
         if isinstance(value, types.MethodType):
             return self._each((value.__func__, value.__self__), depth)

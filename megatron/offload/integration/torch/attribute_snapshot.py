@@ -147,8 +147,9 @@ class AttributeSnapshot:
             return
         self._seen.add(id(value))
         inside: Iterable[Any] = ()
-        if isinstance(value, (*_CONTAINERS, tuple)):
-            if not isinstance(value, tuple):
+        is_tuple = type(value) is tuple or hasattr(value, "_fields")
+        if is_tuple or isinstance(value, _CONTAINERS):
+            if not is_tuple:
                 content = self._content(value, name)
                 if content is not None:
                     self._containers.append((value, content))

@@ -36,6 +36,7 @@ from megatron.offload.activations.saved.scope import (
     name_after,
     name_of_call,
 )
+from megatron.offload.errors import ChangedInPlaceError
 from megatron.offload.integration.open_parameters import brought
 from megatron.offload.integration.own_attributes import replaced
 from megatron.offload.integration.replaced_forwards import InPlaceOf
@@ -44,6 +45,7 @@ from megatron.offload.integration.torch.attribute_snapshot import AttributeSnaps
 from megatron.offload.integration.torch.buffer_snapshot import BufferSnapshot
 from megatron.offload.integration.torch.module_hooks import is_compiled
 from megatron.offload.integration.torch.noted_tensor import Changes
+from megatron.offload.integration.torch.parameter_snapshot import ParameterSnapshot, Written
 from megatron.offload.integration.torch.passes import Passes, computed_in, tensors_in
 from megatron.offload.integration.torch.surroundings import (
     attention_kernels,
@@ -93,6 +95,8 @@ class LayerCalls:
         self._changes = collections.defaultdict(functools.partial(Changes, "argument"))
         self._changed: collections.defaultdict[torch.nn.Module, Changes]
         self._changed = collections.defaultdict(functools.partial(Changes, "attribute"))
+        self._written: collections.defaultdict[torch.nn.Module, Written]
+        self._written = collections.defaultdict(Written)
         self._contexts = contextlib.ExitStack()  # around it, or around what runs after it
 
     def connect(self, passes: Passes, engine: OffloadEngine, profiler: Profiler | None) -> None:
@@ -310,18 +314,25 @@ class LayerCalls:
         given = tree_leaves((args, kwargs))
         attributes = AttributeSnapshot(self._layer, self._changed[self._layer], given)
         buffers = BufferSnapshot(attributes.modules)
+        parameters = ParameterSnapshot(attributes.modules, self._written[self._layer])
         numbers = _NumberSnapshot([*attributes.modules, *given])
         weights = functools.partial(brought, self._layer)
-        others = weights, attention_kernels(), computed_weights(), modes()
+        others = attention_kernels(), computed_weights(), modes()
 
         def contexts() -> tuple[_Context, _Context]:
-            restored = buffers.restored, attributes.restored, numbers.restored
-            return contextlib.nullcontext(), _Recomputations(noted, *restored, *others)
+            restored = buffers.restored, attributes.restored, parameters.restored
+            again = noted, weights, *restored, numbers.restored, *others
+            return contextlib.nullcontext(), _Recomputations(*again)
 
         run = functools.partial(arguments.run, forward)
         passed, in_names = arguments.passed()
         result = checkpoint(run, *passed, use_reentrant=False, context_fn=contexts, **in_names)
         computed = list(computed_in(result))
+        if written := parameters.keep_changed():
+            raise ChangedInPlaceError(
+                f"{name}, which is to be recomputed, writes to its parameter {written} while it "
+                "runs, and needs it as it was; do not recompute the layer"
+            )
         arguments.end(computed)
         buffers.keep_changed()
         attributes.keep_changed(computed)
