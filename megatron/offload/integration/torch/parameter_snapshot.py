@@ -14,7 +14,7 @@ from megatron.offload.activations.saved.recipe import bits_of
 from megatron.offload.integration.torch.noted_tensor import SMALL_BYTES
 
 _COMPUTING = "ComputingParameter"  # one that is on a tier, while its layer computes
-_DATA: Any = torch.Tensor.data  # type: ignore[attr-defined]
+_DATA: Any = torch.Tensor.data
 
 
 @dataclass
