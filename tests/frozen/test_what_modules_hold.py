@@ -219,6 +219,26 @@ def test_a_part_in_which_something_else_is_trained_is_computed(
     one_warning_about("something else than its own weights is trained in it", caplog)
 
 
+def test_a_part_that_asks_for_gradients_that_nothing_needs_is_stored(tmp_path: Path) -> None:
+    """As Wav2Vec2's feature encoder does in training, for its checkpoints."""
+
+    class Asking(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x.clone().requires_grad_(self.training))
+
+    model = torch.nn.Sequential(Asking().requires_grad_(False), torch.nn.Linear(4, 2))
+    with cache_frozen(model, tmp_path) as features:
+        for _ in range(2):
+            x = torch.ones(ROWS, 4)
+            assert torch.equal(model(x), copy.deepcopy(model)(x))
+            features.store.wait_for_writes()
+        assert features.statistics["hit_rows"] == ROWS
+
+
 def test_a_part_that_hands_something_on_by_its_attributes_is_computed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from megatron.offload import ChangedInPlaceError, offload_activations
+from megatron.offload.integration.torch import parameter_snapshot
 from tests.support.same_training import digest, gradients_of
 
 HIDDEN, TOKENS = 32, 16
@@ -388,7 +389,10 @@ def test_a_layer_runs_again_with_the_parameters_that_it_writes_to(
     assert trained_codebooks(8, counted, tmp_path, "all") == expected
 
 
-def test_a_layer_that_writes_to_a_large_parameter_is_refused(tmp_path: Path) -> None:
+def test_a_layer_that_writes_to_a_large_parameter_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parameter_snapshot, "MOST_COPIED_BYTES", 1 << 16)
     with pytest.raises(ChangedInPlaceError, match="writes to its parameter codes while it runs"):
         trained_codebooks(2000, False, tmp_path, "all")
 

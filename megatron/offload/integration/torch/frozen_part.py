@@ -230,7 +230,7 @@ class FrozenPart:
                     "pass that is skipped would not"
                 )
                 return result
-            if any(_is_trained(one, current.wants_gradient) for one in leaves):
+            if any(map(_is_trained, leaves)):
                 self._is_off = True
                 self._say("something else than its own weights is trained in it")
                 return result
@@ -330,15 +330,11 @@ class FrozenPart:
         raise ConfigurationError(f"{FEATURES_PREFIX}{self.name} {why}; or leave out the cache")
 
 
-def _is_trained(result: torch.Tensor, input_wants: bool) -> bool:
-    """Whether a gradient of a result comes to anything that is trained.
+def _is_trained(result: torch.Tensor) -> bool:
+    """Whether a gradient of a result comes to a parameter, of a part whose weights are frozen.
 
-    Args:
-        result: of a part whose weights are frozen.
-        input_wants: a trainer has the part's input ask for a gradient that nothing needs.
+    Trainers have inputs ask for gradients that nothing needs, and so do models (Wav2Vec2).
     """
-    if not input_wants:
-        return result.requires_grad
     left: list[Any] = [result.grad_fn]
     seen: set[Any] = {None}
     while left:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from megatron.offload.activations.saved.recipe import bits_of
-from megatron.offload.integration.torch.noted_tensor import SMALL_BYTES
 
+MOST_COPIED_BYTES = 1 << 24  # of a parameter, in the first call, while the layer runs
 _COMPUTING = "ComputingParameter"  # one that is on a tier, while its layer computes
 _DATA: Any = torch.Tensor.data
 
@@ -35,8 +35,8 @@ class ParameterSnapshot:
 
     A codebook that follows what it is given writes moving averages to its parameter; autograd does
     not count what goes through `.data`. A layer's first call shows which of its parameters it
-    writes to: small ones are copied for it, and of large ones a sum is compared. Later calls copy
-    what the first has changed.
+    writes to: all but large ones are copied while it runs, and of large ones a sum is compared.
+    Later calls copy what the first has changed.
 
     Args:
         modules: of the layer.
@@ -59,7 +59,9 @@ class ParameterSnapshot:
         for place, (name, one) in enumerate(found):
             if not _is_plain(one):
                 continue
-            if place in written.places or (not written.is_known and one.nbytes <= SMALL_BYTES):
+            if place in written.places or (
+                not written.is_known and one.nbytes <= MOST_COPIED_BYTES
+            ):
                 self._copies.append((place, one, one.detach().clone()))
             elif not written.is_known:
                 self._sums.append((place, name, one, _sum(one)))
