@@ -80,12 +80,16 @@ class Keeping(torch.nn.Module):
         return x + self.outer(inner)
 
 
-def with_own_losses(directory: Path | None, *, alone: bool) -> list[torch.Tensor | None]:
+def with_own_losses(
+    directory: Path | None, *, alone: bool, recompute: bool = False, live_units: int = 2
+) -> list[torch.Tensor | None]:
     torch.manual_seed(3)
     layers = torch.nn.Sequential(*(Keeping() for _ in range(4)))
     with contextlib.ExitStack() as stack:
         if directory is not None:
-            stack.enter_context(offload_parameters(layers, directory))
+            stack.enter_context(offload_parameters(layers, directory, live_units=live_units))
+        if directory is not None and recompute:
+            stack.enter_context(offload_activations(layers, directory, recompute_layers="all"))
         loss = layers(torch.randn(4, 8)).square().sum()
         own = [one.own_loss for one in layers]
         (own[1] if alone else loss + sum(own)).backward()
@@ -97,9 +101,61 @@ def test_layers_may_have_losses_of_their_own(tmp_path: Path) -> None:
     assert all(map(torch.equal, with_own_losses(tmp_path, alone=False), expected))
 
 
-def test_a_backward_pass_of_no_result_of_a_layer_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("live_units", [2, 4])
+def test_a_backward_pass_of_no_result_of_a_layer_is_an_error(
+    live_units: int, tmp_path: Path
+) -> None:
+    """Also if the bytes are in memory, since parameters show them only where they are told."""
     with pytest.raises(OffloadError, match="did not come from a result of their layer"):
-        with_own_losses(tmp_path, alone=True)
+        with_own_losses(tmp_path, alone=True, live_units=live_units)
+
+
+@pytest.mark.parametrize("live_units", [2, 4])
+def test_a_layer_that_runs_again_brings_its_weights_wherever_backward_enters_it(
+    live_units: int, tmp_path: Path
+) -> None:
+    expected = with_own_losses(None, alone=True)
+    found = with_own_losses(tmp_path, alone=True, recompute=True, live_units=live_units)
+    for one, other in zip(found, expected, strict=True):
+        assert one is other is None or torch.equal(one, other)
+
+
+class Filling(torch.nn.Module):
+    """A layer that puts its results into what it was called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
+
+    def forward(self, values: dict[str, list[torch.Tensor]]) -> dict[str, list[torch.Tensor]]:
+        x = values["all"][0]
+        values["all"][0] = x + self.inner(x)
+        return values
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("live_units", [2, 4])
+def test_layers_may_put_their_results_into_their_arguments(
+    live_units: int, recompute: bool, tmp_path: Path
+) -> None:
+    """As layers do that hand on one dict of tensors, of force fields for example."""
+
+    def gradients(directory: Path | None) -> list[torch.Tensor | None]:
+        torch.manual_seed(3)
+        model = torch.nn.ModuleDict()
+        model["first"] = torch.nn.Linear(8, 8)
+        model["layers"] = torch.nn.Sequential(*(Filling() for _ in range(4)))
+        layers = model["layers"]
+        with contextlib.ExitStack() as stack:
+            if directory is not None:
+                stack.enter_context(offload_parameters(layers, directory, live_units=live_units))
+            if directory is not None and recompute:
+                stack.enter_context(offload_activations(layers, directory, recompute_layers="all"))
+            values = layers({"all": [model["first"](torch.randn(4, 8))]})
+            values["all"][0].square().sum().backward()
+        return [one.grad for one in model.parameters()]
+
+    assert all(map(torch.equal, gradients(tmp_path), gradients(None)))
 
 
 def test_a_penalty_on_weights_may_have_a_backward_pass_of_its_own(tmp_path: Path) -> None:

@@ -464,6 +464,18 @@ def test_what_cannot_work_is_refused(
         offload_parameters(make(), **settings)
 
 
+@pytest.mark.parametrize(
+    "make", [torch.jit.script, lambda one: torch.jit.trace(one, torch.ones(8))]
+)
+def test_parts_that_are_torchscript_are_refused(make: Any, tmp_path: Path) -> None:
+    layers = torch.nn.Sequential(
+        *[torch.nn.Sequential(make(torch.nn.Linear(8, 8)), torch.nn.ReLU()) for _ in range(2)]
+    )
+    with pytest.raises(ConfigurationError, match="Linear is TorchScript, which takes no hooks"):
+        offload_parameters(layers, tmp_path)
+    layers(torch.ones(2, 8)).sum().backward()  # nothing is left behind
+
+
 def test_shared_parameters_are_refused(tmp_path: Path) -> None:
     model = Language()
     model.layers[4].up.weight = model.layers[1].up.weight

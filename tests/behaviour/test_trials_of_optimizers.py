@@ -282,6 +282,36 @@ def test_a_trial_that_fails_is_said_and_the_training_goes_on(
     )
 
 
+class LooksAtCurvature(Plain):
+    """Divides gradients by products with the Hessian of all parameters, as Adahessian does."""
+
+    def step(self, closure: Any = None) -> None:
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [param.grad for param in params]
+        curved = torch.autograd.grad(gradients, params, gradients)
+        with torch.no_grad():
+            for param, gradient, one in zip(params, gradients, curved, strict=True):
+                param.sub_(gradient / (1 + one.abs()), alpha=0.1)
+
+
+def test_an_optimizer_that_needs_the_graph_of_gradients_is_refused(tmp_path: Path) -> None:
+    """Of some parameters the products are others, and a trial on tensors without graphs fails."""
+    layers = linear_layers()
+    optimizer = LooksAtCurvature(layers.parameters())
+    before = [param.detach().clone() for param in layers.parameters()]
+    with offload_optimizer(optimizer, tmp_path, bucket_bytes=1, window_bytes=0):
+        gradients = torch.autograd.grad(
+            sum(param.pow(3).sum() for param in layers.parameters()) ** 2,
+            list(layers.parameters()),
+            create_graph=True,
+        )
+        for param, gradient in zip(layers.parameters(), gradients, strict=True):
+            param.grad = gradient
+        with pytest.raises(ConfigurationError, match="create_graph=True"):
+            optimizer.step()
+    assert all(map(torch.equal, before, layers.parameters()))
+
+
 def test_parameters_that_come_later_are_tried_too() -> None:
     class OfItsSecondGroup(ClipsByTheNormOfAll):
         """Looks at others in its second group alone."""

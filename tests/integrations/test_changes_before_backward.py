@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from megatron.offload import ChangedInPlaceError, offload_activations
+from megatron.offload.integration.torch import parameter_snapshot
 from tests.support.same_training import digest, gradients_of
 
 HIDDEN, TOKENS = 32, 16
@@ -252,6 +254,177 @@ def _state(net: Any) -> list[Any]:
     switched = [(one.scale, one.active[0], dict(one.scales)) for one in net.layers]
     wanted = [one.requires_grad for one in net.parameters()]
     return [flags, switched, wanted, [digest(one) for one in net.buffers()]]
+
+
+class Meter:
+    """Centers what it gets by a mean that each call moves."""
+
+    def __init__(self) -> None:
+        self.mean, self.counts = torch.zeros(HIDDEN), [0]
+
+    def centered(self, x: torch.Tensor) -> torch.Tensor:
+        self.counts[0] += 1
+        self.mean = 0.9 * self.mean + x.detach().mean((0, 1))
+        return x - self.mean / self.counts[0]
+
+
+def _counted(x: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    counts.append(len(counts))
+    return x / len(counts)
+
+
+class Signature(tuple):
+    """As e3nn's: it does not tell its length."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class Borrowing(torch.nn.Module):
+    """Calls what torch does not have among its modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.hidden = {"norms": [torch.nn.BatchNorm1d(HIDDEN)]}
+        self.meters = (Meter(),)
+        self.centered = Meter().centered
+        self.counted = functools.partial(_counted, counts=[])
+        self.signatures = [Signature((1, 2))]
+
+    def forward(self, x: torch.Tensor, norm: torch.nn.Module) -> torch.Tensor:
+        made = self.meters[0].centered(self.centered(self.counted(self.project(x))))
+        made = self.hidden["norms"][0](made.transpose(1, 2))
+        return x + norm(made).transpose(1, 2)
+
+
+class Lender(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Borrowing() for _ in range(3))
+        self.norm = torch.nn.BatchNorm1d(HIDDEN)
+        for one in self.layers:
+            one.model = [self]  # around the layer: it is not looked at
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0].project(x)
+        for layer in self.layers:
+            x = layer(x, self.norm)
+        return x
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_what_a_layer_calls_and_does_not_have_is_as_it_was(twice: bool, tmp_path: Path) -> None:
+    def run(recompute: str | None) -> list[Any]:
+        torch.manual_seed(3)
+        net, found = Lender(), []
+        with offload_activations(net, tmp_path, min_bytes=1, recompute_layers=recompute) as offload:
+            for _ in range(3):
+                loss = net(torch.randn(2, TOKENS, HIDDEN)).square().mean()
+                if twice:
+                    loss = loss + net(torch.randn(2, TOKENS, HIDDEN)).square().mean()
+                loss.backward()  # type: ignore[no-untyped-call]
+                found.append((digest(loss), gradients_of(net)))
+                net.zero_grad()
+            if recompute is not None:
+                assert offload.statistics["recomputed_layers"] == (6 if twice else 3)
+        for one in net.layers:
+            meters = one.meters[0], one.centered.__self__
+            found.append([(digest(meter.mean), meter.counts) for meter in meters])
+            found.append([one.counted.keywords, digest(one.hidden["norms"][0].running_var)])
+        return [*found, digest(net.norm.running_mean)]
+
+    assert run("all") == run(None)
+
+
+class Codebook(torch.nn.Module):
+    """Moves a parameter towards what it is given, beside its gradient, as a VQ-VAE may."""
+
+    def __init__(self, size: int, counted: bool) -> None:
+        super().__init__()
+        self.project = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.codes = torch.nn.Parameter(torch.randn(size, HIDDEN))
+        self.bias = torch.nn.Parameter(torch.zeros(HIDDEN))
+        self.counted = counted
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.project(x)
+        made = x + self.codes.mean(0) + self.bias
+        mean = x.detach().mean((0, 1))
+        if self.counted:
+            with torch.no_grad():
+                self.bias.lerp_(mean, 0.5)
+        self.codes.data.lerp_(mean, 0.25)
+        return made.tanh()
+
+
+def trained_codebooks(
+    size: int, counted: bool, directory: Path, recompute: str | None
+) -> list[Any]:
+    torch.manual_seed(3)
+    first = torch.nn.Linear(HIDDEN, HIDDEN)
+    net = torch.nn.Sequential(
+        first, torch.nn.Sequential(*(Codebook(size, counted) for _ in range(3)))
+    )
+    found = []
+    layers = ["Codebook"]
+    with offload_activations(
+        net, directory, layers=layers, min_bytes=1, recompute_layers=recompute
+    ) as offload:
+        for _ in range(3):
+            loss = net(torch.randn(2, TOKENS, HIDDEN)).square().mean()
+            loss.backward()
+            codes = [digest(one) for one in net.parameters()]
+            found.append((digest(loss), gradients_of(net), codes))
+            net.zero_grad()
+        assert offload.statistics["recomputed_layers"] == (3 if recompute else 0)
+    return found
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_a_layer_runs_again_with_the_parameters_that_it_writes_to(
+    counted: bool, tmp_path: Path
+) -> None:
+    expected = trained_codebooks(8, counted, tmp_path, None)
+    assert trained_codebooks(8, counted, tmp_path, "all") == expected
+
+
+def test_a_layer_that_writes_to_a_large_parameter_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parameter_snapshot, "MOST_COPIED_BYTES", 1 << 16)
+    with pytest.raises(ChangedInPlaceError, match="writes to its parameter codes while it runs"):
+        trained_codebooks(2000, False, tmp_path, "all")
+
+
+class Scripted(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        inner = torch.nn.Sequential(torch.nn.Linear(HIDDEN, HIDDEN), torch.nn.GELU())
+        self.inner = torch.jit.script(inner)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+
+def test_a_layer_with_torchscript_in_it_moves_instead_of_running_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(recompute: str | None) -> list[Any]:
+        torch.manual_seed(3)
+        net = torch.nn.Sequential(torch.nn.Linear(HIDDEN, HIDDEN), *(Scripted() for _ in range(3)))
+        found = []
+        with offload_activations(net, tmp_path, min_bytes=1, recompute_layers=recompute) as offload:
+            for _ in range(3):
+                loss = net(torch.randn(2, TOKENS, HIDDEN)).square().mean()
+                loss.backward()
+                found.append((digest(loss), gradients_of(net)))
+                net.zero_grad()
+            assert offload.statistics["recomputed_layers"] == 0
+        return found
+
+    assert run("all") == run(None)
+    assert "a part of it is TorchScript" in caplog.text
 
 
 def test_a_layer_runs_again_with_context_variables_of_its_own_thread(tmp_path: Path) -> None:

@@ -417,7 +417,7 @@ def test_a_recomputed_layer_changes_its_buffers_once(loop: Loop, tmp_path: Path)
 
 def test_of_buffers_that_stay_as_they_are_no_copies_are_kept() -> None:
     layer = Changing()
-    buffers = BufferSnapshot(layer)
+    buffers = BufferSnapshot(layer.modules())
     layer(noise())
     buffers.keep_changed()
     fixed, calls = layer.fixed, layer.calls

@@ -18,7 +18,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.offload import ConfigurationError, StorageError, offload_activations
+from megatron.offload import (
+    ConfigurationError,
+    OffloadError,
+    StorageError,
+    offload_activations,
+)
 from megatron.offload.config import OffloadConfig
 from megatron.offload.integration.output_head import OutputHead
 from megatron.offload.integration.torch.offload import ActivationOffload
@@ -74,6 +79,33 @@ def test_another_thread_is_left_alone(tmp_path: Path) -> None:
     expected = net(1).eval()
     expected(noise()).sum().backward()
     assert found == [gradients(expected)]
+
+
+def test_a_transform_of_torch_func_within_the_forward_pass_is_an_error_that_says_so(
+    tmp_path: Path,
+) -> None:
+    """As of models that learn while they are tested (Titans): torch allows no hooks there."""
+
+    class Learning(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(32, 32)
+            self.transforms = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.inner(x)
+            return torch.func.grad(lambda y: y.sin().sum())(x) if self.transforms else x.cos()
+
+    model, x = Learning(), torch.randn(4, 32)
+    with offload_activations(model, tmp_path, min_bytes=1):
+        with pytest.raises(OffloadError, match=r"Learning runs a transform of torch\.func"):
+            model(x)
+        model.transforms = False  # and nothing of that pass is left
+        model(x).sum().backward()
+    found = model.inner.weight.grad
+    model.zero_grad()
+    model(x).sum().backward()
+    assert torch.equal(model.inner.weight.grad, found)
 
 
 def test_transforms_of_torch_func_are_left_alone_and_said(tmp_path: Path, caplog: Any) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.offload import ConfigurationError
+from megatron.offload import ConfigurationError, offload_activations
 from megatron.offload.integration.torch.layers import find_layers
 
 
@@ -16,6 +16,25 @@ class Block(torch.nn.Module):
         self.linear = torch.nn.Linear(2, 2)
         if num_experts:
             self.experts = torch.nn.ModuleList(Block() for _ in range(num_experts))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+class Layerless(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def run(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x = model.first(x)
+    for first, second in model.blocks:
+        x = second(first(x) + x)
+    return x
 
 
 class GradientCheckpointingLayer(torch.nn.Module):
@@ -66,6 +85,33 @@ def test_several_models_have_numbers():
     assert names(stack(Block(), Block()), stack(Layer())) == ["1.blocks.0"]
     both = names(stack(Block(), Block()), stack(Block(), Block()))
     assert both == ["0.blocks.0", "0.blocks.1", "1.blocks.0", "1.blocks.1"]
+
+
+@pytest.mark.parametrize("layers", [None, ["blocks.*"], ["blocks.[01]"]])
+def test_lists_and_dicts_of_parts_are_no_layers_but_their_parts_are(layers):
+    def parts() -> torch.nn.Module:
+        return torch.nn.ModuleList([Block(), Layerless(), torch.nn.Identity()])
+
+    assert names(stack(parts(), parts()), layers=layers) == [
+        *("blocks.0.0", "blocks.0.1", "blocks.1.0", "blocks.1.1")
+    ]
+    both = torch.nn.ModuleDict({"a": Block(), "b": parts()})
+    found = names(stack(both, torch.nn.ModuleDict({"a": Block()})), layers=layers)
+    assert found == ["blocks.0.a", "blocks.0.b.0", "blocks.0.b.1", "blocks.1.a"]
+
+
+def test_parts_of_layers_move_and_run_again_where_lists_hold_them():
+    model = stack(*(torch.nn.ModuleList([Block(), Layerless()]) for _ in range(3)))
+    model.forward = lambda x: run(model, x)
+    x = torch.ones(4, 2)
+    run(model, x).sum().backward()
+    expected = [one.grad.clone() for one in model.parameters()]
+    for one in model.parameters():
+        one.grad = None
+    with offload_activations(model, mode="host", min_bytes=1, recompute_layers="all") as offload:
+        model(x).sum().backward()
+        assert offload.statistics["recomputed_layers"] == 6
+    assert all(map(torch.equal, expected, (one.grad for one in model.parameters())))
 
 
 @pytest.mark.parametrize("layers", [[Block], ["Block"], ["blocks.*"], ["blocks.0", "blocks.1"]])

@@ -9,9 +9,7 @@ no code of others.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import sys
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,8 +17,6 @@ import torch
 
 _PLAIN = (bool, int, float, str, type(None))
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
-UNTOLD = object()
 
 Special = Callable[[Any], Any]
 
@@ -82,19 +78,6 @@ def unflatten(spec: Any, leaves: Sequence[torch.Tensor]) -> Any:
             return kind(**{field: unflatten(one, leaves) for field, one in spec["fields"]})
         raise UnknownValueError(name)
     raise UnknownValueError("value of unknown type")
-
-
-def told_of(value: Any) -> Any:
-    """What an attribute of a module adds to a key: numbers, text, sizes, names; or `UNTOLD`."""
-    kind = type(value)
-    if kind in _PLAIN:
-        return value
-    if kind in (tuple, list) and all(type(one) in _PLAIN for one in value):
-        return tuple(value)
-    if kind in _FUNCTIONS:
-        return f"{value.__module__}.{value.__qualname__}"
-    is_named = isinstance(value, (torch.dtype, torch.device, enum.Enum))
-    return str(value) if is_named else UNTOLD
 
 
 def _is_output(kind: type) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -24,6 +25,25 @@ def changing(params: Sequence[torch.Tensor]) -> Iterator[None]:
             if own:
                 contexts.enter_context(window.changing(own))
         yield
+
+
+@contextlib.contextmanager
+def brought(layer: torch.nn.Module) -> Iterator[None]:
+    """Around a layer that runs again within a backward pass: it finds its weights in their places.
+
+    They are there if a result of the layer has told of the pass. A pass that enters elsewhere, as
+    pipelines' do that compute gradients of weights by themselves, tells nothing.
+    """
+    params = list(layer.parameters())
+    for window in OPEN.parameters:
+        numbers = {window.number_of(param) for param in params}
+        for number in sorted(one for one in numbers if one is not None):
+            if not window.units[number].is_in_place:
+                window.use(number, -1)
+                window.units[number].note_backward()
+                engine: Any = torch.autograd.Variable._execution_engine
+                engine.queue_callback(window.set_aside)
+    yield
 
 
 def unit_of(param: torch.Tensor) -> int:

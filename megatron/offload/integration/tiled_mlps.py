@@ -28,7 +28,6 @@ parameters around the whole, in forward and in backward. That has to be said bef
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -109,7 +108,8 @@ class _Mlp:
             (owner, one) for owner in module.modules() for one in owner._parameters if one
         ]
         self._changed = Changes("attribute")
-        self._draws: dict[bool, bool] = {}  # random numbers, in training or not; once it is checked
+        # With which modules it was checked, in training or not.
+        self._checked: dict[bool, tuple[torch.nn.Module, ...]] = {}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -125,12 +125,12 @@ class _Mlp:
             return self._own(x)
         parameters = self._parameters()
         self._check(x)
-        draws = self._draws.get(self.module.training)
-        if draws is None:
+        modules, training = tuple(self.module.modules()), self.module.training
+        if self._checked.get(training) != modules:
             some = x.detach().reshape(1, -1, x.shape[-1])[:, :_PROBED_TOKENS]
             self._check_same(some, parameters)
-            draws = self._draws[self.module.training] = self._draws_for(some)
-        return self._tiled(x, parameters, Tiles(tile_tokens, draws=draws))
+            self._checked[training] = modules
+        return self._tiled(x, parameters, Tiles(tile_tokens))
 
     def _tiled(
         self, x: torch.Tensor, parameters: Sequence[torch.Tensor], tiles: Tiles
@@ -142,20 +142,14 @@ class _Mlp:
 
     def _parameters(self) -> list[torch.Tensor]:
         """As the layers see them now, each once."""
-        found = (getattr(owner, name, None) for owner, name in self._places)
-        return list({id(one): one for one in found if isinstance(one, torch.Tensor)}.values())
+        found = (getattr(owner, name) for owner, name in self._present())
+        return list({id(one): one for one in found}.values())
 
-    def _draws_for(self, some: torch.Tensor) -> bool:
-        """Whether it draws random numbers, as dropout does."""
-        device = None if some.device.type in ("cpu", "meta") else some.device
-        module: Any = torch if device is None else torch.get_device_module(device)
-        state = functools.partial(module.get_rng_state, *([] if device is None else [device]))
-        kind = "cuda" if device is None else device.type
-        with torch.random.fork_rng([] if device is None else [device], device_type=kind):
-            before = state()
-            with torch.no_grad():
-                self._own(some)
-            return not torch.equal(before, state())
+    def _present(self) -> list[tuple[torch.nn.Module, str]]:
+        """Where there are parameters now: adapters may have come since."""
+        now = [(owner, one) for owner in self.module.modules() for one in owner._parameters if one]
+        places = dict.fromkeys([*self._places, *now])
+        return [one for one in places if isinstance(getattr(*one, None), torch.Tensor)]
 
     def _check(self, x: torch.Tensor) -> None:
         """Raises ConfigurationError if something would hear of each tile."""
@@ -243,8 +237,7 @@ class _Norm(_Mlp):
     def _again(self, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         """The result of forward, with the parameters that it had."""
         with contextlib.ExitStack() as stack:
-            places = [one for one in self._places if isinstance(getattr(*one, None), torch.Tensor)]
-            for (owner, name), given in zip(places, parameters, strict=True):
+            for (owner, name), given in zip(self._present(), parameters, strict=True):
                 stack.callback(put(owner, name, given))
             with torch.no_grad(), nothing_moves():
                 return in_tiles(self._own, x, self._tiles)

@@ -4,9 +4,10 @@
 An MLP widens each token three to eight times, and saves most of that for backward: of a long
 sequence it is the burst of memory that is left when layers are recomputed. Tokens are independent
 there, so forward runs tile by tile and keeps its input alone; backward runs a tile again, takes its
-gradients, and goes on to the next. A norm that is written in Python widens each token too, to
-several tensors in fp32. Integrations find both (`integration/tiled_mlps.py`, of Megatron the MLPs:
-`integration/megatron/tiled_mlps.py`) and call `tiled` in their place.
+gradients, and goes on to the next. What a tile has drawn it draws again. A norm that is written in
+Python widens each token too, to several tensors in fp32. Integrations find both
+(`integration/tiled_mlps.py`, of Megatron the MLPs: `integration/megatron/tiled_mlps.py`) and call
+`tiled` in their place.
 
 The tiles and their default size are those of ALST (arXiv 2506.13996).
 
@@ -43,7 +44,6 @@ class Tiles:
     Attributes:
         tokens: most of a tile; tiles are equally long, but for the last one.
         tokens_first: it maps [tokens, 1, hidden], not [1, tokens, hidden].
-        draws: it draws random numbers from torch's generators, and is to draw the same in backward.
         added_by_it: parameters whose gradients its own backward adds to `main_grad`. It finds that
             by the parameter that it saved, so no saved-tensor hook may unpack another object.
         replayed_by: computes the result of the input and the parameters, for replay; the same
@@ -52,7 +52,6 @@ class Tiles:
 
     tokens: int
     tokens_first: bool = False
-    draws: bool = False
     added_by_it: Collection[torch.Tensor] = field(default=(), repr=False)
     replayed_by: Callable[..., torch.Tensor] | None = None
 
@@ -136,18 +135,19 @@ class _Tiled(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, run: Run, tiles: Tiles, as_before: Any, *parameters: torch.Tensor
     ) -> torch.Tensor:
         ctx.run, ctx.tiles, ctx.as_before = run, tiles, as_before
-        ctx.drawn = []  # states of generators before each tile
+        drawn: list[_Generators] = []  # before each tile: it is to draw the same in backward
         ctx.autocast = _autocast_like_now(x.device.type)
         ctx.variables = contextvars.copy_context()
         ctx.replayed_by = tiles.replayed_by
         ctx.save_for_backward(x, *parameters)
 
         def run_tile(tile: torch.Tensor) -> torch.Tensor:
-            if tiles.draws:
-                ctx.drawn.append(_Generators(x))
+            drawn.append(_Generators(x))
             return run(tile)
 
-        return in_tiles(run_tile, x, tiles)
+        result = in_tiles(run_tile, x, tiles)
+        ctx.drawn = [] if _Generators(x).is_where(drawn[0]) else drawn
+        return result
 
     @staticmethod
     @once_differentiable
@@ -194,6 +194,13 @@ class _Generators:
         self._kind = x.device.type
         self._of_host = torch.get_rng_state()
         self._devices, self._of_devices = get_device_states(x)
+
+    def is_where(self, other: _Generators) -> bool:
+        """Whether nothing was drawn between the two."""
+        states = zip(
+            [self._of_host, *self._of_devices], [other._of_host, *other._of_devices], strict=True
+        )
+        return all(torch.equal(one, same) for one, same in states)
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:

@@ -131,6 +131,11 @@ class ParameterUnit(MovingStorage):
         if not self._places.is_attached:
             self._places.attach()
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the parameters show the unit's memory, as a layer that computes finds them."""
+        return self.where is Where.IN_MEMORY and self._places.is_attached
+
     def watch_params(self) -> None:
         """A layer computes with the parameters, which are in memory, and may write to them."""
         self._places.watch()

@@ -66,7 +66,8 @@ class Trial:
             with only their own parameters to give the bits of the whole step.
 
         Raises:
-            ConfigurationError: a slice updates a parameter differently than the whole step does.
+            ConfigurationError: a slice updates a parameter differently than the whole step does, or
+                the step needs what the tensors of a trial do not have.
             OffloadError: the step changes what no slice may change; see `unsliced_state.py`.
         """
         chosen = list(self._chosen(params))
@@ -79,6 +80,9 @@ class Trial:
         except OffloadError:
             raise
         except Exception as error:
+            if any(map(_has_graph, chosen)):
+                what = "computes with the graphs of gradients (backward with create_graph=True)"
+                raise ConfigurationError(refusal(self._optimizer, what)) from error
             logger.warning(
                 "%sa trial of the step of %s on small tensors failed (%s: %s), so it is not known "
                 "whether it updates each parameter by its own gradient and state alone, as it "
@@ -219,6 +223,10 @@ def _can_be_tried(param: torch.Tensor) -> bool:
         and own.device.type != "meta"
         and own.numel() > 0
     )
+
+
+def _has_graph(param: torch.Tensor) -> bool:
+    return any(getattr(getattr(param, name, None), "requires_grad", False) for name in _GRADIENTS)
 
 
 def _cut(shape: Sequence[int]) -> list[int]:

@@ -15,6 +15,7 @@ for autograd too, where autograd has saved the parameter, as it saves weights bu
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -38,7 +39,11 @@ _KEEPS_VIEWS = "FullyShardedDataParallel"  # FSDP1: attributes are views of what
 _ABSENT: Any = object()
 _CONTAINERS = (list, dict, set)
 _NO_OBJECTS = (torch.nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType)
-_WITH_STATES_OF_THEIR_OWN = ("torch", "deepspeed")  # packages that gather parameters
+_FREQUENT = {type(None), bool, int, float, str, torch.dtype, torch.device}
+# Packages that gather parameters, or whose objects lead to all else in the process.
+_WITH_STATES_OF_THEIR_OWN = {"torch", "deepspeed", "logging", "threading", "concurrent", "asyncio"}
+_MOST_OBJECTS_DEEP = 3
+_MOST_INSIDE = 1000  # of a container, that are looked at: not a vocabulary's words
 
 
 class AttributeSnapshot:
@@ -54,11 +59,26 @@ class AttributeSnapshot:
     Args:
         layer: it.
         changes: of its earlier calls.
+        arguments: that it is called with. Modules among them are looked at as its own are.
         copies: whether it is to run again. Else this only sees what it changes.
+
+    Attributes:
+        modules: of the layer, and those that it calls without having them among its modules: of a
+            list that torch does not look into, of a bound method, of the arguments.
     """
 
-    def __init__(self, layer: torch.nn.Module, changes: Changes, *, copies: bool = True) -> None:
+    def __init__(
+        self,
+        layer: torch.nn.Module,
+        changes: Changes,
+        arguments: Iterable[Any] = (),
+        *,
+        copies: bool = True,
+    ) -> None:
         self._changes, self._copies = changes, copies
+        self._layer = layer
+        self.modules = list(_modules(layer))
+        self._known = set(self.modules)
         self._begin: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         self._noted = NotedTensors()
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []  # and what they were
@@ -66,10 +86,13 @@ class AttributeSnapshot:
         self._of_torch: list[tuple[Any, Any]] = []  # hooks and parameters, and what was in them
         # Parameters with their names, and whether they want a gradient.
         self._wants_gradient: list[tuple[str, torch.Tensor, bool]] = []
-        seen: set[int] = set()
-        for module in _modules(layer):
+        self._seen: set[int] = set()
+        for one in arguments:
+            if isinstance(one, torch.nn.Module):
+                self._add(one)
+        for module in self.modules:  # which gets those that are found on the way
             attributes = vars(module)
-            self._note(attributes, seen)
+            self._note(attributes, 0)
             parameters = module._parameters
             if parameters and type(parameters) is dict:  # DeepSpeed's dict gathers what is read
                 self._of_torch.append((parameters, parameters.copy()))
@@ -81,16 +104,26 @@ class AttributeSnapshot:
             if module is not layer:  # it is the layer's forward that runs again
                 self._of_torch += [(own, own.copy()) for one in _HOOKS if (own := attributes[one])]
         self._versions = self._parameter_versions()
+        del self._layer, self._known, self._seen
 
     def _parameter_versions(self) -> list[int]:
         return [version_of(one) for _, one, _ in self._wants_gradient]
 
-    def _note(self, owner: dict[str, Any], seen: set[int] | None) -> None:
+    def _add(self, module: torch.nn.Module) -> None:
+        """Looks at a module that is none of the layer's, and not around it."""
+        if module in self._known:
+            return
+        inside = list(_modules(module))
+        if self._layer not in inside:
+            self.modules += [one for one in inside if one not in self._known]
+            self._known.update(inside)
+
+    def _note(self, owner: dict[str, Any], depth: int) -> None:
         """Notes attributes of a module, or of an object that a module has.
 
         Args:
             owner: has them.
-            seen: addresses of objects that are noted; None: `owner` is one of these.
+            depth: of the object; 0: a module.
         """
         before: dict[str, Any] = {}
         for name, value in owner.items():
@@ -101,14 +134,36 @@ class AttributeSnapshot:
                     before[name] = self._noted_as(value, name)
                 continue
             before[name] = value
-            if isinstance(value, _CONTAINERS):
+            if type(value) not in _FREQUENT:
+                self._note_inside(value, name, depth)
+        self._attributes.append((owner, before))
+
+    def _note_inside(self, value: Any, name: str, depth: int) -> None:
+        """Notes what a container, an object or a function has bound."""
+        if isinstance(value, torch.nn.Module):
+            self._add(value)
+            return
+        if isinstance(value, _NO_OBJECTS) or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        inside: Iterable[Any] = ()
+        is_tuple = type(value) is tuple or hasattr(value, "_fields")
+        if is_tuple or isinstance(value, _CONTAINERS):
+            if not is_tuple:
                 content = self._content(value, name)
                 if content is not None:
                     self._containers.append((value, content))
-            elif seen is not None and id(value) not in seen and (own := _attributes_of(value)):
-                seen.add(id(value))
-                self._note(own, None)
-        self._attributes.append((owner, before))
+            if len(value) <= _MOST_INSIDE:
+                inside = value.values() if isinstance(value, dict) else value
+        elif isinstance(value, types.MethodType):
+            inside = (value.__self__,)
+        elif isinstance(value, functools.partial):
+            inside = (value.func, *value.args, value.keywords)
+        elif depth < _MOST_OBJECTS_DEEP and (own := _attributes_of(value)):
+            self._note(own, depth + 1)
+        for one in inside:
+            if type(one) not in _FREQUENT and not isinstance(one, torch.Tensor):
+                self._note_inside(one, name, depth)
 
     def _content(self, container: Any, name: str) -> Any:
         """What is in a container; None: parameters are."""

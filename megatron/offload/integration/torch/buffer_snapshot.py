@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,10 +28,10 @@ class BufferSnapshot:
     parallelism writes the same values into buffers again before each forward pass.
     """
 
-    def __init__(self, layer: torch.nn.Module) -> None:
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         places = [
             (module._buffers, name, buffer)
-            for module in layer.modules()
+            for module in modules
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]

@@ -23,6 +23,7 @@ from megatron.offload.frozen.store import FeatureStore
 from megatron.offload.frozen.structure import UnknownValueError
 from megatron.offload.integration.torch.frozen_pass import FrozenPass
 from megatron.offload.integration.torch.frozen_state import FrozenState
+from megatron.offload.layer_major.other_numbers import OtherNumbers
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,9 @@ class FrozenPart:
         self._kinds: dict[bytes, bool | None] = {}  # of calls: whether rows are apart
         self._num_trials = self._num_passes = 0
         self._said: set[str] = set()
-        self._random: list[torch.Tensor] = []  # state of the generators as the pass began
+        self._random: list[bytes] = []  # state of the generators as the pass began
+        self._others = OtherNumbers([one for _, one in modules])  # than torch's
+        self._others_of: Any = None  # state of the modules that have them
         # In which a pass drew no random numbers: then they are looked at once for all modules.
         self._quiet_state: Any = None
         self._is_off = False
@@ -221,6 +224,16 @@ class FrozenPart:
                     "changes its own weights or buffers while it computes, as batch norms do in "
                     "training; call eval() on it before each pass"
                 )
+            if attribute := self._state.changed_attribute():
+                self._say(
+                    f"its modules change their attribute {attribute} while they compute, and a "
+                    "pass that is skipped would not"
+                )
+                return result
+            if any(map(_is_trained, leaves)):
+                self._is_off = True
+                self._say("something else than its own weights is trained in it")
+                return result
             if self._is_trial and not current.is_as_kept:
                 self._say("its arguments change in place while it computes")
                 return result
@@ -288,16 +301,19 @@ class FrozenPart:
             )
         return result
 
-    def _has_random_state(self, before: list[torch.Tensor] | None = None) -> bool:
+    def _has_random_state(self, before: list[bytes] | None = None) -> bool:
         """Whether no numbers were drawn since; None: since the pass began."""
-        return all(map(torch.equal, before or self._random, self._random_state()))
+        return (before or self._random) == self._random_state()
 
-    def _random_state(self) -> list[torch.Tensor]:
+    def _random_state(self) -> list[bytes]:
         states = [torch.get_rng_state()]
         device = self._state.device
         if device.type not in ("cpu", "meta"):
             states.append(torch.get_device_module(device).get_rng_state(device))
-        return states
+        if self._others_of is not self.state:
+            modules = (inner for one in self.calls for inner in one.module.modules())
+            self._others, self._others_of = OtherNumbers(modules), self.state
+        return [*(one.numpy().tobytes() for one in states), *self._others.states()]
 
     # -- Sentences ---------------------------------------------------------------------------------
 
@@ -312,6 +328,23 @@ class FrozenPart:
     def _refuse(self, why: str) -> NoReturn:
         self._pass, self._is_off = None, True
         raise ConfigurationError(f"{FEATURES_PREFIX}{self.name} {why}; or leave out the cache")
+
+
+def _is_trained(result: torch.Tensor) -> bool:
+    """Whether a gradient of a result comes to a parameter, of a part whose weights are frozen.
+
+    Trainers have inputs ask for gradients that nothing needs, and so do models (Wav2Vec2).
+    """
+    left: list[Any] = [result.grad_fn]
+    seen: set[Any] = {None}
+    while left:
+        node = left.pop()
+        if node not in seen:
+            seen.add(node)
+            if isinstance(getattr(node, "variable", None), torch.nn.Parameter):
+                return True
+            left += [following for following, _ in node.next_functions]
+    return False
 
 
 def _wanting(args: Any, kwargs: Any) -> list[torch.Tensor]:

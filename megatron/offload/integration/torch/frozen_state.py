@@ -8,8 +8,8 @@ Note [A second look]
 Hundreds of modules are looked at in each pass, in the thread that launches operations. So a look
 notes, of each module, its class, the names and values of its attributes, and what its dicts of
 modules, parameters and buffers hold. Where the next one finds the same objects, all that was told
-of them holds. Lists, which may change while they stay the same object, are compared by value, and
-so is what the configuration says of attention.
+of them holds. What may change while it stays the same object (a list, a configuration) is told
+anew, once for all modules that have it, and compared.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron.offload.frozen.attributes import is_told_once, own_attributes, told_of
 from megatron.offload.frozen.digests import digest_of, environment, json_bytes, tensors_digest
-from megatron.offload.frozen.structure import UNTOLD, told_of
 from megatron.offload.integration.hook import Hook
 from megatron.offload.integration.open_parameters import unit_of
 from megatron.offload.integration.open_streams import OPEN
@@ -35,6 +35,20 @@ _CAPTURES = "transformers.utils.output_capturing"
 _SAMPLES = 8  # elements of each weight that are compared in each pass
 
 
+class _Told(NamedTuple):
+    """What was told of an attribute: its value, its JSON, the tensors in it and their places."""
+
+    value: Any
+    text: Any
+    tensors: tuple[torch.Tensor, ...]
+    places: tuple[tuple[int, int], ...]
+
+    def is_as(self, other: _Told) -> bool:
+        """Whether another value adds the same to the key, and has the same tensors."""
+        is_same = self.text == other.text and self.places == other.places
+        return is_same and _are_same(self.tensors, other.tensors)
+
+
 class _Seen(NamedTuple):
     """A module at the last look; see Note [A second look].
 
@@ -43,14 +57,14 @@ class _Seen(NamedTuple):
         is_inner: it is not called where the part is skipped.
         values: its class, and names and values of its attributes.
         inside: what its dicts of modules, parameters and buffers hold.
-        listed: what its attributes add to the key, if a list is among them; else None.
+        told: what its attributes add to the key, by name, and tensors in them.
     """
 
     module: torch.nn.Module
     is_inner: bool
     values: tuple[Any, ...]
     inside: tuple[Any, ...]
-    listed: list[Any] | None
+    told: dict[str, _Told]
 
 
 class FrozenState:
@@ -73,8 +87,10 @@ class FrozenState:
         self.device = torch.device("cpu")
         self._seen: list[_Seen] = []  # none: the next look is a whole one
         self._plain: list[Any] = []  # what the modules add to the key
-        self._attentions: list[tuple[Any, Any]] = []  # configurations, and what they say
-        self._tensors: list[torch.Tensor] = []  # weights and buffers
+        self._changing: list[_Told] = []  # attributes that may change as they are
+        self._known: set[int] = set()  # addresses of modules
+        self._num_own = 0  # of the tensors, weights and buffers
+        self._tensors: list[torch.Tensor] = []  # these, and what attributes hold
         self._weights: tuple[Any, bytes] = ((), b"")  # places of tensors, and their digest
         self._samples: list[torch.Tensor] = []  # some elements of each weight, in place
         self._sampled: list[torch.Tensor] = []  # and as they were
@@ -108,7 +124,24 @@ class FrozenState:
     def has_same_tensors(self) -> bool:
         """Whether weights and buffers are those of the last look, unchanged."""
         is_same = all(_are_same(_inside(vars(one.module)), one.inside) for one in self._seen)
-        return is_same and _places(self._tensors) == self.value[0] and self._has_samples()
+        own = self._tensors[: self._num_own]
+        return is_same and _places(own) == self.value[0][: len(own)] and self._has_samples()
+
+    def changed_attribute(self) -> str:
+        """The name of one that holds another value than at the last look; empty: there is none."""
+        for one in self._seen:
+            if not _are_same(_values(one.module), one.values):
+                now = self._told(one.module)
+                for name in {*now, *one.told}:
+                    if name not in now or name not in one.told:
+                        return name
+                    if not now[name].is_as(one.told[name]):
+                        return name
+        for told in self._changing:
+            if not self._told_of(told.value).is_as(told):
+                names = (name for one in self._seen for name, x in one.told.items() if x is told)
+                return next(names, "")
+        return ""
 
     def _modules(self) -> Iterator[torch.nn.Module]:
         for one in self._outer:
@@ -116,24 +149,24 @@ class FrozenState:
 
     def _is_as_seen(self) -> bool:
         """Whether a look at all modules would find what the last one found."""
-        for module, is_inner, values, inside, listed in self._seen:
-            attributes = vars(module)
-            if not _are_same((type(module), *attributes, *attributes.values()), values):
+        for module, is_inner, values, inside, _ in self._seen:
+            if not _are_same(_values(module), values):
                 return False
-            if not _are_same(_inside(attributes), inside):
+            if not _are_same(_inside(vars(module)), inside):
                 return False
-            if listed is not None and _told(attributes) != listed:
+            if is_inner and _has_listeners(vars(module)):
                 return False
-            if is_inner and _has_listeners(attributes):
-                return False
-        return bool(self._seen) and all(_attention(one) == said for one, said in self._attentions)
+        return bool(self._seen) and all(
+            self._told_of(one.value).is_as(one) for one in self._changing
+        )
 
     def _look_at_all(self) -> str:
         """Looks at each module anew; returns why nothing may be stored, or nothing."""
         self._seen = []
+        self._known = {id(one) for one in self._modules()}
         seen: list[_Seen] = []
         plain: list[Any] = []
-        configs: dict[int, Any] = {}
+        told_before: dict[int, _Told] = {}
         outer = {*self._outer}
         for module in self._modules():
             attributes = vars(module)
@@ -143,18 +176,41 @@ class FrozenState:
                 or _has_listeners(attributes)
             ):
                 return f"an inner {type(module).__name__} has hooks, or another forward"
-            told = _told(attributes)
-            config = attributes.get("config")
-            plain += [type(module).__qualname__, told, _attention(config)]
-            configs[id(config)] = config
-            has_list = list in map(type, attributes.values())  # whose elements may change
-            values = (type(module), *attributes, *attributes.values())
-            listed = told if has_list else None
-            seen.append(_Seen(module, is_inner, values, _inside(attributes), listed))
-        self._tensors = [one for module in self._modules() for one in _tensors_in(module)]
-        self._attentions = [(one, _attention(one)) for one in configs.values()]
+            told = self._told(module, told_before)
+            plain += [type(module).__qualname__, [(name, one.text) for name, one in told.items()]]
+            seen.append(_Seen(module, is_inner, _values(module), _inside(attributes), told))
+        own = [one for module in self._modules() for one in _tensors_in(module)]
+        self._changing = list(told_before.values())
+        of_attributes = {id(told): told for one in seen for told in one.told.values()}
+        self._num_own = len(own)
+        self._tensors = own + [one for told in of_attributes.values() for one in told.tensors]
         self._seen, self._plain = seen, plain
         return ""
+
+    def _told(
+        self, module: torch.nn.Module, before: dict[int, _Told] | None = None
+    ) -> dict[str, _Told]:
+        """What is told of the attributes of a module.
+
+        Args:
+            before: by their addresses, those of other modules that may change as they are; is
+                added to.
+        """
+        told: dict[str, _Told] = {}
+        replaced = self._forwards.get(module)  # as adapters do that are no modules of the model's
+        for name, value in [*own_attributes(module), ("forward", replaced)]:
+            if name in _NOTES or (name == "forward" and replaced is None):
+                continue
+            known = None if before is None else before.get(id(value))
+            told[name] = one = known or self._told_of(value)
+            if before is not None and not is_told_once(value):
+                before[id(value)] = one
+        return told
+
+    def _told_of(self, value: Any) -> _Told:
+        tensors: list[torch.Tensor] = []
+        text = told_of(value, tensors, self._known)
+        return _Told(value, text, tuple(tensors), _places(tensors))
 
     def _learn(self) -> None:
         self.device = self._tensors[0].device
@@ -200,17 +256,10 @@ def _are_same(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
     return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
-def _told(attributes: dict[str, Any]) -> list[Any]:
-    """What the attributes of a module add to its key."""
-    return [
-        (name, found)
-        for name, value in attributes.items()
-        if name not in _NOTES and (found := told_of(value)) is not UNTOLD
-    ]
-
-
-def _attention(config: Any) -> Any:
-    return getattr(config, "_attn_implementation", None)
+def _values(module: torch.nn.Module) -> tuple[Any, ...]:
+    """Its class, and names and values of its attributes."""
+    attributes = vars(module)
+    return (type(module), *attributes, *attributes.values())
 
 
 def _places(tensors: Iterable[torch.Tensor]) -> tuple[tuple[int, int], ...]:

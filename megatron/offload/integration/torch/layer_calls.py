@@ -36,6 +36,8 @@ from megatron.offload.activations.saved.scope import (
     name_after,
     name_of_call,
 )
+from megatron.offload.errors import ChangedInPlaceError
+from megatron.offload.integration.open_parameters import brought
 from megatron.offload.integration.own_attributes import replaced
 from megatron.offload.integration.replaced_forwards import InPlaceOf
 from megatron.offload.integration.torch.argument_snapshot import ArgumentSnapshot
@@ -43,6 +45,7 @@ from megatron.offload.integration.torch.attribute_snapshot import AttributeSnaps
 from megatron.offload.integration.torch.buffer_snapshot import BufferSnapshot
 from megatron.offload.integration.torch.module_hooks import is_compiled
 from megatron.offload.integration.torch.noted_tensor import Changes
+from megatron.offload.integration.torch.parameter_snapshot import ParameterSnapshot, Written
 from megatron.offload.integration.torch.passes import Passes, computed_in, tensors_in
 from megatron.offload.integration.torch.surroundings import (
     attention_kernels,
@@ -92,6 +95,8 @@ class LayerCalls:
         self._changes = collections.defaultdict(functools.partial(Changes, "argument"))
         self._changed: collections.defaultdict[torch.nn.Module, Changes]
         self._changed = collections.defaultdict(functools.partial(Changes, "attribute"))
+        self._written: collections.defaultdict[torch.nn.Module, Written]
+        self._written = collections.defaultdict(Written)
         self._contexts = contextlib.ExitStack()  # around it, or around what runs after it
 
     def connect(self, passes: Passes, engine: OffloadEngine, profiler: Profiler | None) -> None:
@@ -168,7 +173,7 @@ class LayerCalls:
             if self._timings is not None and not self._recomputes:
                 self._watched = self._noted(layer, args, kwargs, copies=False)
                 self._watched_attributes = AttributeSnapshot(
-                    layer, self._changed[layer], copies=False
+                    layer, self._changed[layer], tree_leaves((args, kwargs)), copies=False
                 )
 
     def end(self, layer: torch.nn.Module, result: Any) -> None:
@@ -236,7 +241,7 @@ class LayerCalls:
     def _learn(self, layer: torch.nn.Module, timings: LayerTimings) -> None:
         """A measured layer has run: plans do not recompute what would not run as before."""
         reason = self._changes[layer].sentence or self._changed[layer].sentence
-        if reason or others_take_what_is_saved():
+        if reason or others_take_what_is_saved() or _is_scripted(layer):
             timings.can_be_recomputed = False
         if reason and layer not in self._has_warned_of:
             self._has_warned_of.add(layer)
@@ -269,6 +274,20 @@ class LayerCalls:
             )
         return True
 
+    def _has_script(self, layer: torch.nn.Module, name: str) -> bool:
+        """Whether parts of a layer are TorchScript: their buffers cannot be as they were."""
+        if not _is_scripted(layer):
+            return False
+        if layer not in self._has_warned_of:
+            self._has_warned_of.add(layer)
+            logger.warning(
+                "activation offload: %s is to be recomputed, and a part of it is TorchScript, "
+                "which torch's checkpoint cannot end half way; what it saves moves or stays "
+                "instead; give it the module that the script was made of to have it recomputed",
+                name,
+            )
+        return True
+
     def _enter(self, engine: OffloadEngine, name: str) -> Scope:
         """What is saved from now on has this name."""
         self._contexts.close()
@@ -282,7 +301,8 @@ class LayerCalls:
             return forward(*args, **kwargs)
         self._recomputes = False  # what it calls, itself even, runs again as a part of it
         assert self._engine is not None
-        if self._is_within_hooks(self._engine.scope.layer):
+        name = self._engine.scope.layer
+        if self._is_within_hooks(name) or self._has_script(self._layer, name):
             return forward(*args, **kwargs)
         arguments = self._noted(self._layer, args, kwargs, copies=True)
         if not arguments.is_certain:
@@ -291,19 +311,28 @@ class LayerCalls:
         noted: Callable[[], _Context] = contextlib.nullcontext
         if self._timings is not None and self._profiler is not None:
             noted = functools.partial(self._profiler.recomputation, self._timings, WHOLE_LAYER)
-        buffers = BufferSnapshot(self._layer)
-        attributes = AttributeSnapshot(self._layer, self._changed[self._layer])
-        numbers = _NumberSnapshot([*self._layer.modules(), *tree_leaves((args, kwargs))])
+        given = tree_leaves((args, kwargs))
+        attributes = AttributeSnapshot(self._layer, self._changed[self._layer], given)
+        buffers = BufferSnapshot(attributes.modules)
+        parameters = ParameterSnapshot(attributes.modules, self._written[self._layer])
+        numbers = _NumberSnapshot([*attributes.modules, *given])
+        weights = functools.partial(brought, self._layer)
         others = attention_kernels(), computed_weights(), modes()
 
         def contexts() -> tuple[_Context, _Context]:
-            restored = buffers.restored, attributes.restored, numbers.restored
-            return contextlib.nullcontext(), _Recomputations(noted, *restored, *others)
+            restored = buffers.restored, attributes.restored, parameters.restored
+            again = noted, weights, *restored, numbers.restored, *others
+            return contextlib.nullcontext(), _Recomputations(*again)
 
         run = functools.partial(arguments.run, forward)
         passed, in_names = arguments.passed()
         result = checkpoint(run, *passed, use_reentrant=False, context_fn=contexts, **in_names)
         computed = list(computed_in(result))
+        if written := parameters.keep_changed():
+            raise ChangedInPlaceError(
+                f"{name}, which is to be recomputed, writes to its parameter {written} while it "
+                "runs, and needs it as it was; do not recompute the layer"
+            )
         arguments.end(computed)
         buffers.keep_changed()
         attributes.keep_changed(computed)
@@ -317,6 +346,10 @@ class LayerCalls:
         result = forward(*args, **kwargs)
         arguments.end(())
         return result
+
+
+def _is_scripted(layer: torch.nn.Module) -> bool:
+    return any(isinstance(one, torch.jit.ScriptModule) for one in layer.modules())
 
 
 class _NumberSnapshot:

@@ -24,7 +24,8 @@ def find_layers(
 ) -> dict[torch.nn.Module, str]:
     """The layers of models by their names, such as `model.layers.7`, in the order of the model.
 
-    No layer is inside of another one.
+    No layer is inside of another one. Where a model keeps the parts of each layer in a list
+    (`ModuleList([ModuleList([attention, mlp]), ...])`), the parts are its layers.
 
     Args:
         models: with more than one, names begin with `0.`, `1.` and so on.
@@ -45,7 +46,7 @@ def find_layers(
         chosen = [m for m in found if _CHECKPOINTED in _class_names(m)]
         chosen = chosen or list(_repeated(found))
     inside = {inner for one in chosen for inner in one.modules() if inner is not one}
-    is_chosen = set(chosen) - inside
+    is_chosen = {called for one in chosen if one not in inside for called in _called(one)}
     return {module: name for module, name in found.items() if module in is_chosen}
 
 
@@ -102,6 +103,17 @@ def _repeated(modules: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
         most = Counter(type(child) for child in own).most_common(1)
         if most and most[0][1] > 1:
             yield from (child for child in own if type(child) is most[0][0])
+
+
+def _called(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """A module; of a list or a dict, which no model calls, what it calls of that instead."""
+    is_plain = type(module).forward is torch.nn.Module.forward
+    if not (is_plain and isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict)):
+        yield module
+        return
+    for child in module.children():
+        if any(True for _ in child.parameters()):
+            yield from _called(child)
 
 
 def _class_names(module: torch.nn.Module) -> set[str]:

@@ -29,9 +29,11 @@ from typing import Any
 
 import torch
 
+from megatron.offload.errors import PREFIX, OffloadError
 from megatron.offload.integration.hook import LeftOutOfGraphs, OutsideOfGraphs, do_nothing
 from megatron.offload.integration.own_attributes import put
 
+_TAKES_NO_HOOKS = "don't yet support saved tensor hooks"  # says torch
 _CALL = "_compiled_call_impl"  # an attribute of each module
 _CALL_OF_TORCH = torch.nn.Module._wrapped_call_impl.__code__  # looks it up
 
@@ -163,7 +165,14 @@ class _Call:
         module = self._called()
         try:
             return (self._inner or module._call_impl)(*args, **kwargs)
-        except Exception:
+        except Exception as error:
+            if _TAKES_NO_HOOKS in str(error) and not isinstance(error, OffloadError):
+                raise OffloadError(
+                    f"{PREFIX}{type(module).__name__} runs a transform of torch.func (grad, vjp, "
+                    "jacrev, hessian) in its forward pass, and torch runs none where saved tensors "
+                    "have hooks, as they have where activations are offloaded; have it use "
+                    "torch.autograd.grad, or leave activations in memory"
+                ) from error
             raise
         except BaseException:
             self._end(module, None)

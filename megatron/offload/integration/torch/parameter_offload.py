@@ -25,7 +25,7 @@ from megatron.offload.integration.torch.layers import find_layers, params_outsid
 from megatron.offload.integration.torch.optimizer_steps import OptimizerSteps
 from megatron.offload.integration.torch.passes import computed_in, tensors_in
 from megatron.offload.integration.torch.ranks import local_world_size
-from megatron.offload.integration.torch.refusals import check_models, check_not_graphed
+from megatron.offload.integration.torch.refusals import check_models, check_parts
 from megatron.offload.integration.torch.saved_weights import SavedWeights
 from megatron.offload.integration.torch.untold_backward import check_gradients
 from megatron.offload.keywords import ParameterMode, ParameterSettings
@@ -78,7 +78,7 @@ class ParameterOffload(Handle):
         self._undo: list[Callable[[], None]] = []
         if not config.enabled:
             return
-        check_not_graphed(layers)
+        check_parts(layers)
         units = _params_of(layers, staying, is_filled=saved is not None)
         computes_on = open_device(_device_of(units, device))
         codec = CODECS.get(config.codec)
@@ -238,8 +238,11 @@ class ParameterOffload(Handle):
         window = self.window
         assert window is not None
         params = LayerParameters(layer, window.has)
+        # Of the calls under way; a layer may put its results into what it was called with.
+        given: list[list[torch.Tensor]] = []
 
-        def before_forward(*_: Any) -> None:
+        def before_forward(_: torch.nn.Module, args: Any, kwargs: Any) -> None:
+            given.append(list(tensors_in((args, kwargs))) if torch.is_grad_enabled() else [])
             window.check_whole()
             params.check()
             steps.forget()
@@ -254,16 +257,18 @@ class ParameterOffload(Handle):
             passes.enter_backward(number)
             window.units[number].note_backward()
 
-        def after_forward(_: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        def after_forward(_: torch.nn.Module, __: Any, result: Any) -> None:
             if not torch.is_grad_enabled():
                 return
             # What a layer hands on (T5's position bias) gets its gradient in an earlier layer.
-            given = set(map(id, tensors_in((args, kwargs))))
+            known = set(map(id, given[-1]))
             for one in computed_in(result):
-                if id(one) not in given:
+                if id(one) not in known:
                     hook_first(one, before_backward)
 
         def end_forward(*_: Any) -> None:
+            if given:
+                given.pop()
             passes.leave_forward(number)
 
         def before_state_dict(*_: Any) -> None:
@@ -278,8 +283,8 @@ class ParameterOffload(Handle):
                 window.show_to_load(number)
 
         hooks = [
-            layer.register_forward_pre_hook(OutsideOfGraphs(before_forward)),
-            layer.register_forward_hook(OutsideOfGraphs(after_forward), with_kwargs=True),
+            layer.register_forward_pre_hook(OutsideOfGraphs(before_forward), with_kwargs=True),
+            layer.register_forward_hook(OutsideOfGraphs(after_forward)),
             layer.register_forward_hook(OutsideOfGraphs(end_forward), always_call=True),
         ]
         for module in layer.modules():

@@ -71,13 +71,19 @@ def check_models(models: Sequence[torch.nn.Module]) -> None:
                 )
 
 
-def check_not_graphed(layers: Iterable[torch.nn.Module]) -> None:
-    """Makes sure that no part of layers whose parameters are to leave replays a CUDA graph.
+def check_parts(layers: Iterable[torch.nn.Module]) -> None:
+    """Makes sure that parameters of these layers can leave.
 
     Raises:
-        ConfigurationError: one does.
+        ConfigurationError: a part of a layer replays a CUDA graph, or is TorchScript.
     """
     for part in (part for layer in layers for part in layer.modules()):
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ConfigurationError(
+                f"{PARAMETERS_PREFIX}{part.original_name} is TorchScript, which takes no hooks and "
+                "finds no parameters that come and go; give its layer the module that the script "
+                "was made of, or name other layers with layers="
+            )
         if is_graphed(part):
             raise ConfigurationError(
                 f"{PARAMETERS_PREFIX}{type(part).__name__} is replayed from a CUDA graph, which "

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 import torch
 
 from megatron.offload.errors import PARAMETERS_PREFIX, OffloadError
-from megatron.offload.moving.storage import Where
 from megatron.offload.parameters.unit import ParameterUnit
 
 
@@ -40,7 +39,7 @@ class _Check:
 
     def __call__(self, param: torch.Tensor) -> None:
         unit = self._unit()
-        if unit is None or unit.where is Where.IN_MEMORY:
+        if unit is None or unit.is_in_place:
             return
         if unit.told_of == torch._C._current_graph_task_id():
             return
