@@ -51,9 +51,26 @@ def noise(seed: int) -> torch.Tensor:
     return torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
-def trained(directory: Path | None, **settings: Any) -> tuple[list[torch.Tensor], dict[str, Any]]:
+class WithWideLoss(torch.nn.Module):
+    """An output layer, and a loss in twice its bytes: the log-softmax is made of the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.body = torch.nn.Sequential(*(torch.nn.Linear(HIDDEN, HIDDEN) for _ in range(2)))
+        self.head = torch.nn.Linear(HIDDEN, 4 * HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.body(x))
+        labels = torch.arange(len(x), device=DEVICE) % logits.shape[1]
+        return F.cross_entropy(logits.double(), labels)
+
+
+def trained(
+    directory: Path | None, kind: type[torch.nn.Module] = Model, **settings: Any
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
     """Gradients of some steps, and the counters of the last one."""
-    model, found = Model().to(DEVICE), []
+    model, found = kind().to(DEVICE), []
     statistics: dict[str, Any] = {}
     handle = None
     if settings:
@@ -81,6 +98,18 @@ def test_the_bits_are_the_same_however_late_the_device_is(
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
     assert counted["replayed_bytes"] > 0 and counted["num_replays"] > 0
     assert counted["offloaded_bytes"] < without["offloaded_bytes"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("mode", ["keep", "host", "ssd"])
+def test_so_are_those_of_a_log_softmax_that_is_made_of_logits(
+    mode: str, seed: int, lag: LagModule, tmp_path: Path
+) -> None:
+    expected, _ = trained(None, WithWideLoss)
+    lag.set_delays(50, 1500, seed=seed)
+    found, counted = trained(tmp_path, WithWideLoss, mode=mode)
+    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+    assert counted["replayed_bytes"] == TOKENS * 4 * HIDDEN * 8
 
 
 def test_auto_replays_no_more_where_there_is_room_for_all(lag: LagModule, tmp_path: Path) -> None:
