@@ -266,6 +266,20 @@ class Shared(torch.nn.Module):
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
+def test_inductor_knows_before_its_first_graph_what_wants_a_buffer() -> None:
+    """Else the first one in a process is another than later ones, and bf16 is rounded elsewhere."""
+    from torch._inductor import lowering
+
+    operators = {
+        torch.ops.megatron_offload.begin_write.default,
+        torch.ops.megatron_offload.wait_for_read.default,
+    }
+    compiled_graphs._want_buffers.cache_clear()
+    lowering.needs_realized_inputs.difference_update(operators)
+    with compiled_graphs._rewriting((), 0):
+        assert operators <= lowering.needs_realized_inputs
+
+
 @pytest.mark.slow
 def test_products_that_inductor_adds_to_others_have_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

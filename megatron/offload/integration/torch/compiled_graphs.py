@@ -20,6 +20,9 @@ Note [What inductor must not do]
 - Lay several tensors into one buffer (for a `cat`), of which one is complete before another: what
   does not fill its storage is copied first.
 - Choose another layout for what is written than for what a graph gives out; it would copy shells.
+- Learn only from the first write in a process that writes want a buffer, as what a graph gives out
+  is one: it would compute what it came to before that again in other kernels, and round bf16
+  elsewhere.
 - Make a tensor only because an operator of ours names it, for the order: other operations would be
   fused then, with other bits. So `after` is always the result of a matrix product, and of one that
   no elementwise operation takes: a product and a sum become one operation if nothing else takes the
@@ -76,7 +79,7 @@ _LIBRARY.define("wait_for_read(Tensor shell, Tensor? after) -> Tensor")
 _COMPILE = "aot_stage2_compile"  # gets a joint graph, and what divides it, of any backend
 _BOTH_AT_ONCE = "force_non_lazy_backward_lowering"
 _REWRITTEN = "megatron_offload"  # in what is noted of a graph
-_FORMAT = 7  # of graphs in inductor's caches
+_FORMAT = 8  # of graphs in inductor's caches
 
 _of_thread = threading.local()  # `.calls`: of the forward pass that this thread is in
 
@@ -353,10 +356,20 @@ def has_seam() -> bool:
     return own is not None and list(inspect.signature(own).parameters)[2:3] == ["partition_fn"]
 
 
+@functools.cache
+def _want_buffers() -> None:
+    """Tells inductor what it would find out when it first comes to one of our operators."""
+    from torch._inductor import lowering  # takes long to import
+
+    lowering.add_needs_realized_inputs(_ops().begin_write.default)
+    lowering.add_needs_realized_inputs(_ops().wait_for_read.default)
+
+
 @contextlib.contextmanager
 def _rewriting(layers: Collection[str], min_bytes: int) -> Iterator[None]:
     """A context in which graphs that are made are rewritten, whatever the backend."""
     own = getattr(aot_autograd, _COMPILE)
+    _want_buffers()
 
     @functools.wraps(own)
     def compile_graph(state: Any, captured: Any, divide: Any, *compilers: Any, **more: Any) -> Any:
