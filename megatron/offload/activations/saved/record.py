@@ -47,7 +47,7 @@ class Span(NamedTuple):
 class State(enum.Enum):
     """Where the bytes of a saved storage are. Members name the transitions into them."""
 
-    IN_MEMORY = "in memory"  # created; write refused or failed; taken back before its end
+    IN_MEMORY = "in memory"  # created; write refused, failed or taken back; computed for good
     QUEUED = "to be written"  # queue_write from IN_MEMORY; the dispatcher has not started it yet
     WRITING = "being written"  # begin_write from QUEUED; memory still holds the bytes
     # Write done; or it has a recipe; or every view was used and the memory let go again.
@@ -133,7 +133,7 @@ class SavedStorage:
         self.state, self.recipe, self._memory = State.ON_TIER, recipe, None
 
     def replayed(self, memory: torch.UntypedStorage, for_good: bool) -> torch.UntypedStorage:
-        """The recipe was run (for good?); returns the bytes: these, or those of a thread before."""
+        """The recipe was run; returns the bytes, or another thread's. They stay if `for_good`."""
         with self._lock:
             if self.state is State.ON_TIER:
                 if for_good:
