@@ -243,11 +243,6 @@ def test_what_inductor_would_write_over_is_right(
     assert len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-# -- Models of transformers -----------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_compute_thread")
 class Shared(torch.nn.Module):
     """Has weights that two products use: an embedding tied to the output, a layer called twice."""
 
@@ -346,6 +341,11 @@ def test_what_operators_of_libraries_make_is_moved(
     assert all(step["offloaded_bytes"] > 0 for step in found[1])
 
 
+# -- Models of transformers -----------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_compute_thread")
 @pytest.mark.parametrize("compiled_first", [True, False])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_llama_has_the_same_bits(backend: str, compiled_first: bool, tmp_path: Path) -> None:
