@@ -19,6 +19,7 @@ from megatron.offload.activations.saved import recipe
 from megatron.offload.activations.saved.recipe import Layout, Program, Step
 from megatron.offload.activations.saved.recipe_search import AvailableTensors
 from megatron.offload.activations.saved.replayable_nodes import operation_of, steps_of_a_row
+from megatron.offload.errors import ChangedInPlaceError
 
 VOCABULARY, TOKENS, SIZE = 64, 24, 16
 LOGITS = TOKENS * VOCABULARY  # values
@@ -213,6 +214,33 @@ def test_what_is_read_twice_is_there_twice(mode: str, tmp_path: Path) -> None:
     ours, counted = train(loss, mode, tmp_path)
     assert len(ours) == len(plain) and all(map(torch.equal, ours, plain))
     assert counted["replayed_bytes"] == 4 * LOGITS
+
+
+@pytest.mark.parametrize("mode", ["ssd", "keep"])
+def test_logits_that_are_written_to_behind_autograds_back_raise(mode: str, tmp_path: Path) -> None:
+    """A kernel that puts gradients in their place does so; autograd alone does not need them."""
+
+    class Kept(nn.Linear):
+        last: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = super().forward(x)
+            return self.last
+
+    model = Model(wide).bfloat16()
+    model.head = Kept(SIZE, VOCABULARY, bias=False, dtype=torch.bfloat16)
+    directory = tmp_path if mode == "ssd" else None
+    with offload_activations(model, directory, mode=mode, min_bytes=512):
+        for writes in (False, True):
+            x = torch.randn(2, TOKENS // 2, SIZE, dtype=torch.bfloat16)
+            result = model(x, torch.randint(VOCABULARY, (2, TOKENS // 2)))
+            assert isinstance(model.head, Kept)
+            if not writes:
+                result.backward()
+                continue
+            model.head.last.data[-1, -1, 3] += 8  # one of its values
+            with pytest.raises(ChangedInPlaceError, match="behind autograd's back"):
+                result.backward()
 
 
 def test_a_graph_that_is_dropped_dies_with_its_forward_pass(tmp_path: Path) -> None:

@@ -13,6 +13,10 @@ Note [Row by row]
 The log-softmax of a loss is what takes the most memory in many steps, and a wider copy of the
 logits takes as much again. Each of its rows comes of one row of the logits, so such a program runs
 on a part of the rows at a time; and that is how it is compared with what forward has saved.
+
+Autograd alone does not need the logits, so what writes to them behind its back (through `data`, or
+a kernel) would do no harm without us. A value of each row is kept, and has to be the same again: it
+depends on all of the row.
 """
 
 from __future__ import annotations
@@ -22,8 +26,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron.offload.errors import ChangedInPlaceError
+
 _NUM_PARTS = 16
 _LEAST_PART = 1 << 20  # bytes
+
+_WRITTEN = (
+    "activation offload: what a loss was computed of, such as a model's bf16 logits, was changed "
+    "behind autograd's back (through .data, or by a kernel in place); its gradient would be wrong; "
+    "write to a clone, or set --activation-replay off"
+)
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size
 
@@ -98,6 +110,10 @@ class Program:
             return all(_same_bytes(part, wanted[rows]) for rows, part in self._by_rows(operands))
         return _same_bytes(self._at_once(operands), target)
 
+    def sample_of(self, result: torch.Tensor) -> torch.Tensor | None:
+        """A value of each row; None: it is not made row by row. See Note [Row by row]."""
+        return self._rows_of(result)[:, 0] if self.of_a_row else None
+
     def _rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().reshape(-1, self.layout.shape[-1])
 
@@ -157,11 +173,13 @@ class Recipe:
             among those of its operands.
         frees: operands were saved for it alone. They go when it has run for the last time, see
             `Reader.compute`.
+        sample: values of its result, which have to be there again; None: autograd itself watches
+            what it is computed of.
     """
 
     __slots__ = (
         *("bases", "copied_bytes", "depth", "encodes", "is_exact", "operands", "program"),
-        *("frees", "stream"),
+        *("frees", "sample", "stream"),
     )
 
     def __init__(
@@ -175,8 +193,10 @@ class Recipe:
         encodes: bool = False,
         is_exact: bool = True,
         frees: bool = False,
+        sample: torch.Tensor | None = None,
     ) -> None:
         self.frees = frees
+        self.sample = sample if is_exact and not encodes else None
         self.copied_bytes = copied_bytes
         self.encodes = encodes
         self.is_exact = is_exact and not encodes
@@ -185,6 +205,25 @@ class Recipe:
         self.bases = bases
         self.depth = depth
         self.stream: Any = None
+
+    def run(self, operands: list[torch.Tensor | None]) -> torch.Tensor:
+        """The tensor, in memory of its own; `operands` as for `Program.run`.
+
+        Raises:
+            ChangedInPlaceError: it is another one than in forward. On an accelerator the device
+                stops with an assertion.
+        """
+        result = self.program.run(operands)
+        if self.sample is None:
+            return result
+        found = self.program.sample_of(result)
+        assert found is not None
+        is_same = bits_of(found).eq(bits_of(self.sample)).all()
+        if found.device.type != "cpu":
+            torch._assert_async(is_same, _WRITTEN)
+        elif not is_same:
+            raise ChangedInPlaceError(_WRITTEN)
+        return result
 
 
 def _only(operands: list[torch.Tensor | None]) -> torch.Tensor:

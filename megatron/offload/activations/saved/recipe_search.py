@@ -199,7 +199,8 @@ class RecipeSearch:
     """One walk through the graph, from a target to what is saved. It collects the program.
 
     Attributes:
-        depth: how many replays behind one another a replay of the target takes.
+        target: what is to be computed.
+        depth: how many replays behind one another a replay of it takes.
         parameter_bytes: of the parameters among the operands.
         steps: so far.
         held: the operands.
@@ -214,7 +215,7 @@ class RecipeSearch:
         save: Callable[[torch.Tensor], Held],
     ) -> None:
         self._available = available
-        self._target = target
+        self.target = target
         self._save = save
         self._known: dict[Edge, int] = {}
         self._of_held: dict[int, int] = {}
@@ -249,7 +250,7 @@ class RecipeSearch:
     def _returned(self, edge: Edge) -> Held | None:
         """Note [Results of modules]."""
         tensor = self._available.returned(edge)
-        if tensor is None or 2 * tensor.nbytes > self._target.nbytes:
+        if tensor is None or 2 * tensor.nbytes > self.target.nbytes:
             return None
         return self._save_for(edge, tensor)
 
@@ -370,7 +371,7 @@ class RecipeSearch:
         if source is None or getattr(source, "variable", None) is not None:
             return None
         dtype = source._input_metadata[number].dtype
-        target = self._target
+        target = self.target
         if not (dtype.is_floating_point and target.dtype.is_floating_point):
             return None
         if dtype.itemsize >= target.dtype.itemsize:

@@ -327,6 +327,7 @@ class RecipeFinder:
 
 def _recipe(program: Program, search: RecipeSearch) -> Recipe:
     saved = {id(one) for one in search.saved}  # and this is its first use
+    sample = program.sample_of(search.target)
     operands = [one if id(one) in saved else _again(one) for one in search.held]
     bases: dict[int, Any] = {}
     is_exact = True
@@ -344,6 +345,7 @@ def _recipe(program: Program, search: RecipeSearch) -> Recipe:
         search.parameter_bytes,
         is_exact=is_exact,
         frees=bool(search.saved),
+        sample=None if sample is None or not saved else sample.clone(),
     )
 
 

@@ -219,7 +219,7 @@ class Reader:
         """
         if not self._device.is_host:
             self._use_operands(recipe, operands)
-        computed = self._device.room.read(lambda: recipe.program.run(list(operands)))
+        computed = self._device.room.read(lambda: recipe.run(list(operands)))
         is_last = recipe.frees and recipe.is_exact and _is_last_backward()
         memory = record.replayed(computed.untyped_storage(), is_last)
         if is_last:  # after the bytes are there: another thread looks at them second
