@@ -26,6 +26,7 @@ LAYOUTS = {
     "bf16": (1, f"{UNTIED} --bf16"),
     "selective": (1, f"{UNTIED} --recompute-granularity selective --recompute-modules core_attn"),
     "recomputed": (1, f"{UNTIED} --activation-recompute-layers 2-3"),
+    "chunked loss": (1, f"{UNTIED} --activation-chunked-loss 7"),
     "MoE": (1, f"{UNTIED} {MOE}"),
     "TP2+SP": (2, f"{UNTIED} --tensor-model-parallel-size 2 --sequence-parallel"),
     "DP2 distributed": (2, f"{UNTIED} {SHARDED} --bf16 --overlap-param-gather"),
