@@ -102,7 +102,7 @@ def test_offload_changes_no_bit_of_it(tmp_path: Path) -> None:
     assert chunked != train(gpt2, text_batches())  # it is another order of sums
 
 
-@pytest.mark.parametrize("model", [llama])
+@pytest.mark.parametrize("model", [gpt2, llama])
 def test_layer_major_steps_change_no_bit_of_it(
     model: Model, tmp_path: Path, one_compute_thread: None
 ) -> None:
