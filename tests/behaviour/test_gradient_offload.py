@@ -192,10 +192,10 @@ def test_all_bits_are_the_same(
 
 
 class Tied(Language):
-    """Layers that share a weight."""
+    """Layers that share a weight; so do the embedding and the output layer."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(tied=True)
         self.layers[5].up.weight = self.layers[4].up.weight
 
 
@@ -213,7 +213,7 @@ class Partial(Language):
 def test_what_has_no_gradient_or_one_of_several_units_is_left_alone(
     make: Callable[[], torch.nn.Module], tmp_path: Path
 ) -> None:
-    expected = Trained(None, make, clip=0.1)
+    expected = Trained(None, make, clip=0.1, in_units=None)
     found = Trained(tmp_path, make, clip=0.1, units=2)
     found.assert_is(expected)
 

@@ -62,6 +62,12 @@ def shared() -> Model:
     return model
 
 
+def shared_and_recomputed() -> Model:
+    model = with_recomputation()
+    model.layers[-1].qkv.weight = model.layers[0].qkv.weight
+    return model
+
+
 def around(step: Step) -> Step:
     """Autocast is entered around the step."""
 
@@ -169,24 +175,16 @@ def test_all_bits_are_the_same_with_offload(where: Callable[[Step], Step], tmp_p
     assert losses == expected[0] and all(map(torch.equal, tensors, expected[1]))
 
 
+@pytest.mark.parametrize("make", [shared, shared_and_recomputed])
 @pytest.mark.parametrize("where", [around, within])
 @pytest.mark.parametrize("alternates", [False, True])
 def test_a_weight_of_two_units_gets_both_gradients(
-    where: Callable[[Step], Step], alternates: bool
+    make: Callable[[], Model], where: Callable[[Step], Step], alternates: bool
 ) -> None:
-    """They are cast back one by one; autograd adds those of a micro-batch in bf16."""
-    model, same = shared(), shared()
-    step = layer_major(3, alternates=alternates)
-    where(step)(model, micro_batches(0))  # counts random numbers
-    for batches in (micro_batches(1), micro_batches(2)):
-        model.zero_grad()
-        same.zero_grad()
-        torch.manual_seed(1)
-        where(step)(model, batches)
-        torch.manual_seed(1)
-        where(one_by_one)(same, batches)
-        for (name, p), q in zip(model.named_parameters(), same.parameters(), strict=True):
-            assert p.grad is not None and q.grad is not None
-            error = (p.grad - q.grad).abs().max()
-            limit = torch.finfo(torch.bfloat16 if ".0.qkv" in name else torch.float32).eps
-            assert error <= 4 * limit * q.grad.abs().max(), name
+    """As autograd adds those of a micro-batch: in bf16, before they are cast back."""
+    num_batches = 2 if alternates else 3  # as above
+    expected = one_by_one_trained(make, where, num_batches)
+    for units in (3, None):
+        step = layer_major(units, alternates=alternates)
+        losses, tensors = trained(make(), where(step), num_batches)
+        assert losses == expected[0] and all(map(torch.equal, tensors, expected[1]))

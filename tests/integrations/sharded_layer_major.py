@@ -374,6 +374,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sharded after LayerMajor": {"wrap": fsdp, "wraps_first": False},
     "frozen": {"wrap": fsdp, "kind": frozen},
     "tied, together": {"wrap": fsdp_together, "kind": lambda: Language(tied=True)},
+    "tied, bf16": {"wrap": with_settings(mp_policy=BF16), "kind": lambda: Language(tied=True)},
     "prefetching": {"wrap": prefetching},
     "hybrid": {"wrap": hybrid},
     "two-dimensional": {"wrap": two_dimensional},

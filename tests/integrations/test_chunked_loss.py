@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.offload import ConfigurationError, offload_activations
+from megatron.offload import ConfigurationError, LayerMajor, offload_activations
 from megatron.offload.integration.pending_logits import PendingLogits
 from tests.support.same_training import train
 
@@ -100,6 +100,42 @@ def test_offload_changes_no_bit_of_it(tmp_path: Path) -> None:
     assert offloaded == chunked
     assert all(step["offloaded_bytes"] > 0 for step in offloaded.statistics)
     assert chunked != train(gpt2, text_batches())  # it is another order of sums
+
+
+@pytest.mark.parametrize("model", [gpt2, llama])
+def test_layer_major_steps_change_no_bit_of_it(
+    model: Model, tmp_path: Path, one_compute_thread: None
+) -> None:
+    """Micro-batches end while others have not come to their loss: each has its own arguments."""
+    batches = text_batches()
+    assert len(batches) > 2
+    found: list[Any] = []
+    for units in (None, 2):
+        torch.manual_seed(5)
+        one = model().train()
+        with offload_activations(one, tmp_path, chunked_loss=13) as offload:
+            layer_major = None if units is None else LayerMajor(one, units, offload=offload)
+            outputs: list[Any] = []
+
+            def loss_of(
+                given: dict[str, torch.Tensor],
+                one: torch.nn.Module = one,
+                outputs: list[Any] = outputs,
+            ) -> torch.Tensor:
+                outputs.append(one(**given))
+                loss: torch.Tensor = outputs[-1].loss
+                return loss
+
+            for _ in range(2):  # the first step runs one micro-batch after the other
+                if layer_major is None:
+                    for given in batches:
+                        loss_of(given).backward()
+                else:
+                    layer_major.step(batches, loss_of)
+            assert all(isinstance(output.logits, PendingLogits) for output in outputs)
+            losses = [output.loss.detach() for output in outputs]
+        found.append([*losses, *(p.grad for p in one.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("model", [gpt2, llama])

@@ -13,6 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch._functorch import config as functorch_config
+from torch._functorch.partitioners import default_partition
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from megatron.offload import StorageError, offload_activations
 from megatron.offload.activations.capture.hooks import SavedTensorHooks
@@ -208,6 +212,66 @@ def test_a_second_backward_pass_has_the_bits_of_the_first(
     assert len(first) == 4
     for other in others:
         assert all(map(torch.equal, first, other))
+
+
+class SavesAll(CustomPartitionerFn):
+    """What forward makes is saved, views of it beside it; inductor's own saves one of them."""
+
+    def __call__(self, gm: Any, joint_inputs: Any, **settings: Any) -> Any:
+        settings.pop("compiler", None)
+        return default_partition(gm, joint_inputs, **settings)
+
+    def uuid(self) -> Any:
+        return "saves all"
+
+
+class TwoViews(torch.nn.Module):
+    """Backward computes a gradient of one view, and reads the other one afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.scale = torch.nn.Parameter(torch.randn(HIDDEN * HIDDEN))
+        self.last = torch.nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = self.first(x).tanh()
+        scaled = (wide.view(-1) * self.scale).view(HIDDEN, HIDDEN)
+        return self.last(scaled).square().sum()
+
+
+@pytest.mark.slow
+def test_backward_overwrites_nothing_that_several_views_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Views of one storage that is in memory still, because others have it too."""
+    held: list[torch.UntypedStorage] = []
+    pack = SavedTensorHooks.pack
+
+    def noted(self: SavedTensorHooks, tensor: torch.Tensor, *args: Any, **settings: Any) -> Any:
+        held.append(tensor.untyped_storage())
+        return pack(self, tensor, *args, **settings)
+
+    monkeypatch.setattr(SavedTensorHooks, "pack", noted)
+    x = torch.randn(HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(4))
+    found = []
+    # Inductor lays results over what it is given, and does not look for other views of that.
+    own = functorch_config.patch(donated_buffer=False)
+    with own, inductor_config.patch(custom_partitioner_fn=SavesAll()):
+        for moves in (False, True):
+            torch._dynamo.reset()
+            model = TwoViews()
+            compiled: Any = torch.compile(model)
+            settings: dict[str, Any] = {"inside_graphs": True} if moves else {"mode": "off"}
+            with offload_activations(
+                model, tmp_path, min_bytes=256, layers=["first"], **settings
+            ) as offload:
+                compiled(x).backward()
+                assert (offload.statistics.get("forwarded_bytes", 0) > 0) is moves
+            found.append([p.grad for p in model.parameters()])
+    expected, ours = found
+    assert all(map(torch.equal, ours, expected))
 
 
 @pytest.mark.parametrize("is_closed", [False, True])

@@ -160,6 +160,33 @@ def test_each_step_says_once_that_the_optimizer_s_step_is_near(num_units: int) -
         assert len(told) == step
 
 
+def test_what_megatron_adds_elsewhere_is_taken_from_there() -> None:
+    passes = megatron_layer_major._Passes(None, SimpleNamespace(), lambda: None)
+    weight: Any = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    weight.main_grad = before = torch.ones(2)
+    with passes.elsewhere(weight) as came:
+        weight.main_grad += 2.0
+        gradient = came()
+    assert gradient is not None and gradient.dtype is torch.bfloat16
+    assert gradient.tolist() == [2.0, 2.0]
+    assert weight.main_grad is before and before.tolist() == [1.0, 1.0]
+
+
+def test_a_weight_of_two_units_and_fused_gradients_are_refused() -> None:
+    """The kernel adds in fp32 what autograd adds in bf16, and in another order."""
+    settings = SimpleNamespace(gradient_accumulation_fusion=True)
+    passes = megatron_layer_major._Passes(None, settings, lambda: None)
+    weight: Any = torch.nn.Parameter(torch.ones(2))
+    with passes.elsewhere(weight) as came:
+        assert came() is None
+    weight.main_grad = torch.zeros(2)
+    with (
+        pytest.raises(ConfigurationError, match="pass --no-gradient-accumulation-fusion"),
+        passes.elsewhere(weight),
+    ):
+        pass
+
+
 def test_gradients_are_complete_where_the_last_micro_batch_has_none() -> None:
     """Then it is another one whose backward pass through the unit is the last."""
     layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))

@@ -11,6 +11,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from megatron.offload.activations.engine import OffloadEngine
 from megatron.offload.activations.saved.save_order import SaveOrder
 from megatron.offload.activations.saved.scope import Scope
@@ -102,6 +104,12 @@ class EnginePasses:
         save_order = self._save_orders.get((unit, micro_batch))
         if self._engine is not None and save_order is not None:
             self._engine.prefetch(save_order, opens_at_once=True)
+
+    def elsewhere(
+        self, leaf: torch.Tensor
+    ) -> contextlib.AbstractContextManager[Callable[[], torch.Tensor | None]]:
+        """See `UnitPasses`: gradients are nowhere else."""
+        return contextlib.nullcontext(lambda: None)
 
     def clear(self) -> None:
         """Forgets passes that did not come to their end."""

@@ -9,6 +9,7 @@ loss takes it. Only objects are touched, no classes. How it is computed: `ops/ch
 from __future__ import annotations
 
 import inspect
+import threading
 from typing import Any, NoReturn
 
 import torch
@@ -18,6 +19,22 @@ from megatron.offload.integration.hook import Hook
 from megatron.offload.integration.own_attributes import put
 from megatron.offload.integration.pending_logits import PendingLogits
 from megatron.offload.integration.replaced_forwards import InPlaceOf
+
+
+class _PassUnderWay(threading.local):
+    """A model's forward pass in the calling thread.
+
+    Of each thread: between the layers of a layer-major step other micro-batches' passes begin and
+    end, each in its own.
+
+    Attributes:
+        loss_follows: the output layer has not run yet, and a loss of its logits follows.
+        given: the arguments.
+    """
+
+    def __init__(self) -> None:
+        self.loss_follows = False
+        self.given: dict[str, Any] = {}
 
 
 class OutputHead:
@@ -51,8 +68,7 @@ class OutputHead:
                 "cast_lm_head_to_fp32"
             )
         self._labels = found[0]
-        self._loss_follows = False
-        self._given: dict[str, Any] = {}  # the arguments of the pass under way
+        self._pass = _PassUnderWay()
 
     def connect(self) -> None:
         """Takes the place."""
@@ -76,9 +92,9 @@ class OutputHead:
 
     def project(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """In place of the output layer's forward."""
-        if not self._loss_follows:
+        if not self._pass.loss_follows:
             return self._forward(hidden, *args, **kwargs)
-        self._loss_follows = False
+        self._pass.loss_follows = False
         return self.pending(hidden, *args, **kwargs)
 
     def pending(self, hidden: torch.Tensor, weight: torch.Tensor | None = None) -> Any:
@@ -95,9 +111,9 @@ class OutputHead:
         if model is not self._model:  # a copy of its attributes, whose output layer is its own
             return
         # Not bound to the signature: a trainer's own forward takes more than the model's.
-        self._given = dict(zip(self._parameters, args, strict=False)) | kwargs
-        self._loss_follows = self.follows(self._given)
+        self._pass.given = dict(zip(self._parameters, args, strict=False)) | kwargs
+        self._pass.loss_follows = self.follows(self._pass.given)
 
     def _end(self, *_: Any) -> None:
-        self._loss_follows = False  # the pass may have raised before its output layer
-        self._given = {}
+        self._pass.loss_follows = False  # the pass may have raised before its output layer
+        self._pass.given = {}

@@ -26,8 +26,8 @@ class LayerMajorConfig(Settings):
         "divide the layers into so many units, and run each unit for all micro-batches of a step "
         "before the next. A unit's parameters, if they are offloaded or sharded, then come in once "
         "a step and not once a micro-batch. auto: each layer is a unit. Needs one pipeline stage. "
-        "Results are bit-identical except for parameters that several units share, whose gradients "
-        "are added in another order.",
+        "Results are bit-identical. Of a weight that several units use, such as a tied embedding, "
+        "gradients of all micro-batches wait in memory, or where --activation-boundary says.",
         parse=count_or_word("units"),
         metavar="{off,auto,N}",
     )

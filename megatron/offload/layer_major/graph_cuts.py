@@ -8,10 +8,13 @@ the graph behind them is not reached. Its gradient arrives there and waits in a 
 all later units have had their backward passes, the gradient goes on from where the tensor was made.
 What is kept of that tensor is its place in the graph, never its bytes.
 
-Each layer that takes the tensor gets a detached one of its own, so that gradients add up in the
-order in which they come, as autograd's own do. The bits are the same if, in each later unit, one
-layer alone takes the tensor, and takes it once; hidden states, which have one consumer, always
-qualify.
+Note [The sums of autograd]
+Autograd adds the gradients of a tensor in the order in which they come, from the last use in
+forward to the first. So all layers of a unit that take a tensor get one and the same detached one,
+and backward of a unit begins there with the sum of later units. A leaf (a weight that is tied, or
+that layers share) is not cut. What a later unit has for it would be added to `grad` before the
+other micro-batches' turns: it is taken from there (`leaf_gradients.py`), waits like the gradient
+of a tensor, and goes on where autograd would add it up with those of the next unit that uses it.
 
 A list or a dict among the arguments stays the caller's: what a layer writes there is for all.
 Detached tensors are put into it, and taken out again before the next layer, which gets its own.
@@ -22,6 +25,8 @@ would run on into an earlier unit, with a part of its gradient: `check` finds th
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +38,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.layer_major.boundary import Boundary
 from megatron.offload.layer_major.config import refusal
+from megatron.offload.layer_major.leaf_gradients import Elsewhere, is_leaf, taken
 
 
 @dataclass
@@ -45,6 +51,7 @@ class CutTensor:
         boundary: where gradients may wait; None: in memory.
         gradient: the sum of those that have come back so far, if it is in memory.
         waiting: of the boundary, if it is there.
+        is_changed: a later unit has changed it in place, and only its own layers know of that.
     """
 
     edge: GradientEdge
@@ -52,10 +59,11 @@ class CutTensor:
     boundary: Boundary | None = None
     gradient: torch.Tensor | None = None
     waiting: Any = None
+    is_changed: bool = False
 
     def add(self, gradient: torch.Tensor) -> None:
-        """Another consumer's gradient has come."""
-        before = self.take()
+        """The gradient has come, of all consumers in a unit; the sum before went on to them."""
+        before = self.gradient
         self.gradient = gradient if before is None else before + gradient
 
     def take(self) -> torch.Tensor | None:
@@ -84,6 +92,23 @@ class CutTensor:
             self.boundary.read_ahead(self.waiting)
 
 
+@dataclass
+class _Entered:
+    """What the layers of a unit get in place of a tensor of an earlier one.
+
+    Attributes:
+        cut: where the graph is cut.
+        edge: where it goes on in the unit.
+        of: the tensor; it is the model's whether it lives.
+        tensor: that they get; None: no further layer can take it.
+    """
+
+    cut: CutTensor
+    edge: GradientEdge
+    of: weakref.ref[torch.Tensor]
+    tensor: torch.Tensor | None
+
+
 class GraphCuts:
     """The parts of one forward pass's graph, a part for each unit.
 
@@ -102,7 +127,9 @@ class GraphCuts:
         self._boundary = boundary
         self._begins: list[int] = []  # autograd's number of the first node of each part
         self._cuts: list[dict[Any, CutTensor]] = []  # of tensors made in each, by their edges
-        self._entered_in: list[list[CutTensor]] = []  # what layers of each have taken
+        self._entered: list[dict[Any, _Entered]] = []  # what layers of each have taken
+        # By unit: leaves whose gradients go on in an earlier one, and what they wait in.
+        self._shared: dict[int, list[tuple[Any, CutTensor]]] = {}
         # Detached tensors in lists and dicts of the caller: where, which, and what was there.
         self._put_into: list[tuple[Any, Any, torch.Tensor, Any]] = []
 
@@ -111,32 +138,36 @@ class GraphCuts:
         autograd: Any = torch._C._autograd
         self._begins.append(autograd._get_sequence_nr())
         self._cuts.append({})
-        self._entered_in.append([])
+        self._entered.append({})
+
+    def end(self) -> None:
+        """The unit under way ends; other micro-batches come before the next one."""
+        for one in self._entered[-1].values():
+            if one.tensor is not None and one.tensor.grad_fn is not one.edge.node:
+                one.cut.is_changed = True
+            one.tensor = None
 
     def enter(self, values: Any) -> Any:
         """A layer's arguments, with detached tensors in place of what earlier units have made."""
-        return self._enter(values, {})
+        for one in self._entered[-1].values():
+            if one.of() is None:  # the model is through with it: so are we
+                one.tensor = None
+        return self._enter(values)
 
-    def _enter(self, value: Any, entered: dict[int, torch.Tensor]) -> Any:
-        """
-        Args:
-            entered: by the tensor's address: one that is given twice.
-        """
+    def _enter(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            if id(value) not in entered:
-                entered[id(value)] = self._entered(value)
-            return entered[id(value)]
+            return self._detached(value)
         if isinstance(value, list | dict):
             pairs = value.items() if isinstance(value, dict) else enumerate(value)
             for key, one in list(pairs):
-                if (made := self._enter(one, entered)) is not one:
+                if (made := self._enter(one)) is not one:
                     value[key] = made
                     self._put_into.append((value, key, made, one))
             return value
         if isinstance(value, tuple):
-            return _like(value, [self._enter(one, entered) for one in value])
+            return _like(value, [self._enter(one) for one in value])
         leaves, spec = tree_flatten(value)
-        parts = [self._enter(one, entered) if one is not value else one for one in leaves]
+        parts = [self._enter(one) if one is not value else one for one in leaves]
         return value if _are_same(parts, leaves) else tree_unflatten(parts, spec)
 
     def leave(self) -> None:
@@ -150,19 +181,58 @@ class GraphCuts:
             for place in places:
                 container[place] = before
 
-    def _entered(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _detached(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.grad_fn is None or tensor.grad_fn._sequence_nr() >= self._begins[-1]:
             return tensor
         edge = get_gradient_edge(tensor)
+        key = (edge.node, edge.output_nr)
+        before = self._entered[-1].get(key)
+        if before is not None and before.tensor is not None:
+            return before.tensor
         number = edge.node._sequence_nr()
         part = max(i for i, begins in enumerate(self._begins) if begins <= number or not i)
-        key = (edge.node, edge.output_nr)
         made = CutTensor(edge, Scope(part, self._micro_batch), self._boundary)
         cut = self._cuts[part].setdefault(key, made)
-        self._entered_in[-1].append(cut)
+        if cut.is_changed:
+            raise refusal(
+                "a layer has changed in place a tensor that a later unit takes too, whose gradient "
+                "a layer-major step cannot follow; run this model micro-batch by micro-batch"
+            )
         marker = torch.empty(0, requires_grad=True)
         entered: torch.Tensor = _DetachAtUnit.apply(marker, tensor.detach(), cut)
+        self._entered[-1][key] = _Entered(
+            cut, get_gradient_edge(entered), weakref.ref(tensor), entered
+        )
         return entered
+
+    def find_shared(self, nodes: Sequence[Node], *, autocasts: bool = False) -> None:
+        """The forward pass has ended: which leaves several units use.
+
+        Args:
+            nodes: where backward of the last unit begins.
+            autocasts: autocast casts a weight once in a pass that does not pause.
+        """
+        starts = [[one.edge.node for one in cuts.values()] for cuts in self._cuts]
+        starts[-1] = [*starts[-1], *nodes]
+        before: dict[Any, tuple[int, Node]] = {}  # the unit so far that has used a leaf, and where
+        for unit, of_unit in enumerate(starts):
+            for key, node in _uses_of_leaves(of_unit, autocasts=autocasts).items():
+                if key in before:
+                    earlier, goes_on = before[key]
+                    made = CutTensor(
+                        GradientEdge(goes_on, 0), Scope(earlier, self._micro_batch), self._boundary
+                    )
+                    self._cuts[earlier][goes_on, 0] = made
+                    self._shared.setdefault(unit, []).append((node, made))
+                before[key] = unit, node
+
+    @contextlib.contextmanager
+    def backward(self, unit: int, elsewhere: Elsewhere) -> Iterator[None]:
+        """Around a backward pass: gradients of leaves that earlier units use go on there."""
+        with contextlib.ExitStack() as contexts:
+            for node, cut in self._shared.pop(unit, ()):
+                contexts.enter_context(taken(node, cut.add, elsewhere))
+            yield
 
     def has_gradients(self, unit: int) -> bool:
         """Whether later units have handed gradients back to this one."""
@@ -177,8 +247,10 @@ class GraphCuts:
 
     def read_ahead(self, unit: int) -> None:
         """Backward of a unit comes soon: it begins with gradients, and adds to others."""
-        for one in (*self._cuts[unit].values(), *self._entered_in[unit]):
+        for one in self._cuts[unit].values():
             one.read_ahead()
+        for entered in self._entered[unit].values():
+            entered.cut.read_ahead()
 
     def roots(self, unit: int) -> tuple[list[GradientEdge], list[torch.Tensor]]:
         """Where the backward pass of a unit begins, and with which gradients. Asked once.
@@ -187,11 +259,14 @@ class GraphCuts:
             ConfigurationError: see `check`.
         """
         edges, gradients = [], []
-        for one in self._cuts[unit].values():
-            if (gradient := one.take()) is not None:
-                edges.append(one.edge)
+        # Of what the unit has made, and of what it took from earlier ones: the sum goes on there.
+        places = [(one, one.edge) for one in self._cuts[unit].values()]
+        places += [(one.cut, one.edge) for one in self._entered[unit].values()]
+        for cut, edge in places:
+            if (gradient := cut.take()) is not None:
+                edges.append(edge)
                 gradients.append(gradient)
-        self._cuts[unit] = {}
+        self._cuts[unit], self._entered[unit] = {}, {}
         self.check(unit, [edge.node for edge in edges])
         return edges, gradients
 
@@ -229,6 +304,24 @@ def _reached(nodes: Sequence[Node]) -> Iterator[Node]:
         seen.add(node)
         yield node
         left += [next_node for next_node, _ in node.next_functions if next_node is not None]
+
+
+def _uses_of_leaves(nodes: Sequence[Node], *, autocasts: bool) -> dict[Any, Node]:
+    """Where the gradients of each leaf come together in a unit, by what is the same in all units.
+
+    That is where autograd adds them to `grad`; of a leaf that autocast has cast, behind the cast.
+    """
+    found: dict[Any, Node] = {}
+    casts: dict[Node, list[Node]] = {}
+    for node in _reached(nodes):
+        if is_leaf(node):
+            found[node] = node
+        elif autocasts and node.name() == "ToCopyBackward0":
+            leaf = node.next_functions[0][0]
+            if leaf is not None and is_leaf(leaf):
+                casts.setdefault(leaf, []).append(node)
+    # Several in one unit are the model's own: autocast makes one.
+    return found | {("cast", leaf): own[0] for leaf, own in casts.items() if len(own) == 1}
 
 
 class _DetachAtUnit(torch.autograd.Function):

@@ -40,11 +40,13 @@ class MicroBatch(Generic[T]):
         self.has_ended = False  # its forward pass
         self.has_layers = False  # one has run, with gradients
         self.hides_layers = False  # one has run without
+        self.autocasts = False  # where it has paused autocast keeps what it casts
         self._last = num_units - 1
         self.cuts = GraphCuts(number, passes.boundary)
         self.hidden = HiddenStates(passes.boundary, has_graphs=not evaluates)
         self.is_next = False  # its turn comes so soon that what waits for it stays in memory
         self.random: dict[str, torch.Tensor] = {}  # states of the generators where it stands
+        self._device = device
         self._forward = forward
         self.passes = passes
         self._before_pause: Callable[[], None] = lambda: None
@@ -81,6 +83,8 @@ class MicroBatch(Generic[T]):
 
     def _pause(self, unit: int, arguments: Any) -> None:
         self._before_pause()
+        self.cuts.end()
+        self.autocasts |= _autocast_keeps_casts(self._device)
         if not self.is_next:
             self.hidden.leave(arguments, Scope(self.unit, self.number))
         self.unit = unit
@@ -99,3 +103,7 @@ class MicroBatch(Generic[T]):
         """A backward pass has ended."""
         if not self.is_next:
             self.cuts.put_gradients()
+
+
+def _autocast_keeps_casts(device: torch.device) -> bool:
+    return torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled()

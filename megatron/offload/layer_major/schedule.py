@@ -10,11 +10,9 @@ Read `run` top to bottom. U units, M micro-batches:
 Note [The same sums]
 Every parameter's gradient is the sum of those of all micro-batches, added one after the other in
 the order of their numbers, as in a step that runs one micro-batch after the other: the same bits.
-Two cases differ, in the order of additions alone. A parameter that several units use (an output
-layer tied to the embedding) gets what the last unit has for all micro-batches before what the first
-one has; under autocast each unit's is cast back by itself before. A tensor that layers of several
-units take (an encoder's output) may collect its gradient in another grouping, see Note [Cutting the
-graph].
+So is what adds up within a micro-batch: of a tensor that layers of several units take, and of a
+parameter that several units use (an output layer tied to the embedding), see Note [The sums of
+autograd] in `graph_cuts.py`.
 What a layer keeps from one micro-batch to the next, as BatchNorm its running means, meets them in
 the same order too. If it runs again in backward it meets all of them before the first one again.
 With `alternates` every second unit goes through the micro-batches backwards, so that what a unit
@@ -187,7 +185,8 @@ class LayerMajorSchedule:
             self._forward(batch, last, is_last=is_last)
             result = results[batch.number] = batch.call.take_result()
             batch.cuts.check(last, _nodes_of(result))
-            with batch.passes.backward(last, batch.number, is_last=is_last), _used_once():
+            batch.cuts.find_shared(_nodes_of(result), autocasts=batch.autocasts)
+            with _backward(batch, last, is_last=is_last):
                 backward(result)
             batch.end_backward()
 
@@ -313,7 +312,7 @@ class LayerMajorSchedule:
             batch.passes.prepare_backward(unit, batch.number)
             roots, gradients = batch.cuts.roots(unit)
             is_last = batch is batches[-1]
-            with batch.passes.backward(unit, batch.number, is_last=is_last), _used_once():
+            with _backward(batch, unit, is_last=is_last):
                 torch.autograd.backward(roots, gradients)
             del roots, gradients
             batch.end_backward()
@@ -338,6 +337,17 @@ class LayerMajorSchedule:
 
     def _order(self, turn: int, num_micro_batches: int) -> Sequence[int]:
         return micro_batch_order(turn, num_micro_batches, alternates=self._alternates)
+
+
+@contextlib.contextmanager
+def _backward(batch: MicroBatch[Any], unit: int, *, is_last: bool) -> Iterator[None]:
+    """Around a backward pass of a micro-batch through a unit."""
+    with (
+        batch.passes.backward(unit, batch.number, is_last=is_last),
+        _used_once(),
+        batch.cuts.backward(unit, batch.passes.elsewhere),
+    ):
+        yield
 
 
 @contextlib.contextmanager

@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
+
 from megatron.offload.layer_major.boundary import Boundary
 
 _Context = contextlib.AbstractContextManager[Any]
@@ -38,4 +40,10 @@ class UnitPasses(Protocol):
 
     def prepare_backward(self, unit: int, micro_batch: int) -> None:
         """The next backward pass is this one."""
+        ...
+
+    def elsewhere(
+        self, leaf: torch.Tensor
+    ) -> contextlib.AbstractContextManager[Callable[[], torch.Tensor | None]]:
+        """See `leaf_gradients.Elsewhere`."""
         ...

@@ -27,6 +27,7 @@ an optimizer's step they are plain parameters, whose type torch's optimizers loo
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -149,6 +150,8 @@ class OffloadedParameter(_OfUnit):
                     return converted
             own = [one for one in tree_leaves((args, kwargs)) if type(one) is cls]
             stay = {id(one): _show(one) for one in own}
+            if func is torch.Tensor.detach and _makes_parameter():
+                return own[0]._replacement(func(*args, **kwargs))
             if not torch.is_grad_enabled():
                 return func(*args, **kwargs)
             kept = {one.untyped_storage()._cdata: stay[id(one)] for one in own}
@@ -158,6 +161,36 @@ class OffloadedParameter(_OfUnit):
 
     def _come(self) -> None:
         _show(self)
+
+    @classmethod
+    def _replacement(cls, value: torch.Tensor) -> torch.Tensor:
+        """What `torch.nn.Parameter(param)` makes another parameter of: see `_is_param`."""
+        made: torch.Tensor = torch.Tensor._make_subclass(cls, value, False)
+        return made
+
+    @property
+    def _is_param(self) -> bool:
+        return True
+
+    @_is_param.setter
+    def _is_param(self, _: bool) -> None:
+        """`torch.nn.Parameter` wants the class of what it was given, and marks it at its end."""
+        self.__class__ = torch.nn.Parameter  # type: ignore[assignment]
+
+
+def _makes_parameter() -> bool:
+    """Whether `torch.nn.Parameter(param)` has asked for the values."""
+    frame = sys._getframe(1)
+    for _ in range(_FRAMES_OF_DISPATCH):
+        if frame.f_code is torch.nn.Parameter.__new__.__code__:
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False
+
+
+_FRAMES_OF_DISPATCH = 8  # from `__torch_function__` to the caller, and some more
 
 
 def watch(param: torch.nn.Parameter, read: list[torch.Tensor]) -> None:

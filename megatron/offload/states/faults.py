@@ -14,7 +14,7 @@ def interrupted_step(checkpoint: str) -> InterruptedStepError:
     """The error for going on after an error or an interrupt has ended a step half way."""
     return InterruptedStepError(
         f"{STATES_PREFIX}a step ended in its middle, by an error or an interrupt: some parameters "
-        "are updated and others are not, which is no state to go on from or to save; load weights "
+        "may be updated and others not, which is no state to go on from or to save; load weights "
         f"and optimizer from {checkpoint or 'the last checkpoint'}"
     )
 

@@ -21,7 +21,7 @@ import torch
 from megatron.offload.activations.engine import OffloadEngine
 from megatron.offload.integration.engine_passes import EnginePasses
 from megatron.offload.integration.hook import Hook
-from megatron.offload.integration.megatron.bucket_group import count_anew
+from megatron.offload.integration.megatron.bucket_group import count_anew, set_main_grad
 from megatron.offload.integration.megatron.decorators import Function
 from megatron.offload.integration.megatron.refused import STEPS
 from megatron.offload.integration.open_parameters import unit_backward
@@ -195,6 +195,7 @@ class _Passes(EnginePasses):
         )
         self._first_unit = first_unit
         self._has_told = False
+        self._fuses = bool(getattr(settings, "gradient_accumulation_fusion", False))
 
     @contextlib.contextmanager
     def backward(self, unit: int, micro_batch: int, *, is_last: bool) -> Iterator[None]:
@@ -204,6 +205,31 @@ class _Passes(EnginePasses):
             self._first_unit()
         with super().backward(unit, micro_batch, is_last=is_last):
             yield
+
+    @contextlib.contextmanager
+    def elsewhere(self, leaf: torch.Tensor) -> Iterator[Callable[[], torch.Tensor | None]]:
+        """See `UnitPasses`: DistributedDataParallel's hooks add to `main_grad`, often in fp32.
+
+        Raises:
+            ConfigurationError: a kernel adds to it, after which nothing tells the two apart.
+        """
+        own = getattr(leaf, "main_grad", None)
+        if own is None:
+            yield lambda: None
+            return
+        if self._fuses:
+            raise refusal(
+                "layers of several units use one weight (a tied embedding?), and "
+                "gradient_accumulation_fusion adds its gradients unit by unit, not micro-batch by "
+                "micro-batch; pass --no-gradient-accumulation-fusion, or for an embedding "
+                "--untie-embeddings-and-output-weights"
+            )
+        came = torch.zeros_like(own)
+        set_main_grad(leaf, came)
+        try:
+            yield lambda: came.to(leaf.dtype)  # which it was cast from
+        finally:
+            set_main_grad(leaf, own)
 
     def clear(self) -> None:
         """Between two steps."""

@@ -159,10 +159,10 @@ class _Head(OutputHead):
     def _tell_if_idle(self) -> None:
         """Logs once that a training pass did not use this head, and what computed its loss
         instead."""
-        if self._loss_follows:  # and the output layer was not called
+        if self._pass.loss_follows:  # and the output layer was not called
             reason = (
                 "TRL's trainer computes the loss with a fused head of its own, in chunks too"
-                if self._given.get("fused_lm_head")
+                if self._pass.given.get("fused_lm_head")
                 else "its forward computes the loss without calling its output layer, as a kernel "
                 "does (use_liger_kernel)"
             )
@@ -170,7 +170,7 @@ class _Head(OutputHead):
         elif (
             self._model.training
             and torch.is_grad_enabled()
-            and self._given.get(self._labels) is None
+            and self._pass.given.get(self._labels) is None
         ):
             reason = (
                 "a training pass came without labels, so all its logits are in memory, and the "

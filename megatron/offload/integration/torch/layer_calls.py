@@ -47,6 +47,7 @@ from megatron.offload.integration.torch.module_hooks import is_compiled
 from megatron.offload.integration.torch.noted_tensor import Changes
 from megatron.offload.integration.torch.parameter_snapshot import ParameterSnapshot, Written
 from megatron.offload.integration.torch.passes import Passes, computed_in, tensors_in
+from megatron.offload.integration.torch.stationary import has_no_shape
 from megatron.offload.integration.torch.surroundings import (
     attention_kernels,
     computed_weights,
@@ -304,6 +305,8 @@ class LayerCalls:
         name = self._engine.scope.layer
         if self._is_within_hooks(name) or self._has_script(self._layer, name):
             return forward(*args, **kwargs)
+        if not self._written[self._layer].is_known and _is_lazy(self._layer):
+            return forward(*args, **kwargs)  # it makes its parameters in this call
         arguments = self._noted(self._layer, args, kwargs, copies=True)
         if not arguments.is_certain:
             return self._run_watched(forward, args, kwargs)
@@ -350,6 +353,10 @@ class LayerCalls:
 
 def _is_scripted(layer: torch.nn.Module) -> bool:
     return any(isinstance(one, torch.jit.ScriptModule) for one in layer.modules())
+
+
+def _is_lazy(layer: torch.nn.Module) -> bool:
+    return any(map(has_no_shape, (*layer.parameters(), *layer.buffers())))
 
 
 class _NumberSnapshot:

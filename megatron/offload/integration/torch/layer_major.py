@@ -50,8 +50,8 @@ class LayerMajor:
     in place of a loop over micro-batches with `loss.backward()` in each. Parameters that come in
     for a unit then do so once for all micro-batches: what FSDP2 (`fully_shard`) has sharded is
     gathered once for forward and once for backward of a step, and its gradients are reduced once.
-    Gradients have the same bits but for what Note [The same sums] in `layer_major/schedule.py`
-    lists; random numbers are the same. `evaluate` does the same for forward passes alone:
+    Gradients have the same bits, unless it `alternates`; random numbers are the same. `evaluate`
+    does the same for forward passes alone:
 
         losses = layer_major.evaluate(batches, lambda model, batch: model(**batch).loss)
 

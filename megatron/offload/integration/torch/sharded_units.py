@@ -154,6 +154,23 @@ class ShardedUnits:
         """See `UnitPasses`."""
         self._passes.prepare_backward(unit, micro_batch)
 
+    @contextlib.contextmanager
+    def elsewhere(self, leaf: torch.Tensor) -> Iterator[Callable[[], torch.Tensor | None]]:
+        """See `UnitPasses`: FSDP adds up in the type that it reduces in."""
+        parameters = (p for one in self._sharded for g in one.groups for p in g.fsdp_params)
+        own: Any = next((p for p in parameters if vars(p).get("_unsharded_param") is leaf), None)
+        if own is None:
+            with self._passes.elsewhere(leaf) as came:
+                yield came
+            return
+
+        def came_to_fsdp() -> torch.Tensor | None:
+            gradient: torch.Tensor | None = own.unsharded_accumulated_grad
+            return None if gradient is None else gradient.to(leaf.dtype)  # which it was cast from
+
+        with replaced(own, unsharded_accumulated_grad=None):
+            yield came_to_fsdp
+
     def _begin(self, contexts: contextlib.ExitStack) -> None:
         for root in self._roots:
             root._lazy_init()  # as its first forward does: from here on its settings are final

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin
 
 
 def modules_in(models: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -44,15 +45,20 @@ def stationary_tensors(modules: Iterable[torch.nn.Module]) -> Iterator[torch.Ten
     """
     for module in modules:
         for parameter in module._parameters.values():
-            if parameter is None:
+            if parameter is None or has_no_shape(parameter):
                 continue
             yield _local(parameter)
             # `functional_call` puts results of others there, and torch warns of their `.grad`.
             if parameter.is_leaf and parameter.grad is not None:
                 yield _local(parameter.grad)
         for buffer in module._buffers.values():
-            if buffer is not None:
+            if buffer is not None and not has_no_shape(buffer):
                 yield _local(buffer)
+
+
+def has_no_shape(tensor: torch.Tensor) -> bool:
+    """Whether a lazy module gives it one, and memory, in its first call."""
+    return isinstance(tensor, UninitializedTensorMixin)
 
 
 def is_sharded(module: torch.nn.Module) -> bool:
