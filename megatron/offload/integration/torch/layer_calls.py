@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -303,6 +304,8 @@ class LayerCalls:
         assert self._engine is not None
         name = self._engine.scope.layer
         if self._is_within_hooks(name) or self._has_script(self._layer, name):
+            return forward(*args, **kwargs)
+        if any(is_lazy(one) for one in self._layer.parameters()):  # this call gives them memory
             return forward(*args, **kwargs)
         arguments = self._noted(self._layer, args, kwargs, copies=True)
         if not arguments.is_certain:

@@ -73,6 +73,6 @@ def adapters_of(layers: Mapping[torch.nn.Module, int]) -> set[torch.nn.Parameter
     for params in units.values():
         trained = {one for one in params if one.requires_grad}
         num_bytes = sum(one.nbytes for one in trained)
-        if num_bytes <= _ADAPTER_PART * sum(one.nbytes for one in params - trained):
+        if 0 < num_bytes <= _ADAPTER_PART * sum(one.nbytes for one in params - trained):
             adapters |= trained
     return adapters

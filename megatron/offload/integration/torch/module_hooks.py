@@ -130,7 +130,8 @@ def is_compiled(module: torch.nn.Module) -> bool:
 class _Call:
     """The call of a module; calls `end` where torch runs no hook: Note [What ends a call].
 
-    torch leaves it out of copies and pickles by itself.
+    torch leaves this attribute out of copies and pickles of a module, but not modules that choose
+    themselves what is copied (LSTM, GRU, DistributedDataParallel): there it becomes None.
     """
 
     def __init__(self, module: Any, end: Callable[[torch.nn.Module, Any], None]) -> None:
@@ -159,6 +160,9 @@ class _Call:
             if outer._inner is self:
                 outer._inner = self._inner
             outer = outer._inner
+
+    def __reduce__(self) -> Any:  # of pickle and of deepcopy
+        return type(None), ()
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

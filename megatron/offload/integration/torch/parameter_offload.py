@@ -405,7 +405,8 @@ def _params_of(
             if type(param) is not torch.nn.Parameter or param.layout is not torch.strided:
                 raise _refusal(
                     f"{name} is a {type(param).__name__}, and only plain parameters move: sharded "
-                    "and quantized models keep their own; give a model in its own type"
+                    "and quantized models keep their own, and a lazy module has none before its "
+                    "first forward pass; give a model in its own type"
                 )
             if param.is_meta and not is_filled:
                 raise _refusal(
