@@ -164,8 +164,13 @@ class _Call:
     def __reduce__(self) -> Any:  # of pickle and of deepcopy
         return type(None), ()
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_exporting():  # which refuses functions that it is to leave out
+            return (self._inner or self._called()._call_impl)(*args, **kwargs)
+        return self._call(*args, **kwargs)
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         module = self._called()
         try:
             return (self._inner or module._call_impl)(*args, **kwargs)
