@@ -158,14 +158,31 @@ def test_a_loss_that_computes_its_gradients_within_backward_is_told(
     assert len(said) == 1 and "is called with gradients within a backward pass" in said[0]
 
 
-def test_a_copy_and_a_pickle_have_no_hooks(tmp_path: Path) -> None:
-    model = net()
+class Recurrent(torch.nn.LSTM):
+    """It says itself what is copied of it, as every LSTM does, and so does its part."""
+
+    def __init__(self) -> None:
+        super().__init__(noise().shape[-1], 8)
+        self.last = torch.nn.GRU(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        out: torch.Tensor = self.last(super().forward(x)[0])[0]
+        return out
+
+
+@pytest.mark.parametrize("model_of", [net, Recurrent])
+def test_a_copy_and_a_pickle_have_no_hooks(
+    model_of: Callable[[], torch.nn.Module], tmp_path: Path
+) -> None:
+    model = model_of()
     with offload_activations(model, tmp_path, min_bytes=1) as offload:
         torch.save(model, tmp_path / "model.pt")
         loaded = torch.load(tmp_path / "model.pt", weights_only=False)
         for other in (copy.deepcopy(model), loaded):
             other(noise()).sum().backward()
         assert offload.engine is None  # nobody has called the model
+        model(noise()).sum().backward()
+        copy.deepcopy(model)(noise()).sum().backward()
 
 
 def adapted(model: torch.nn.Module, x: torch.Tensor) -> torch.nn.Module:

@@ -79,6 +79,8 @@ class Away(NamedTuple):
 class _OfUnit(torch.nn.Parameter):
     """A parameter whose class is ours for a while; copies of it are plain parameters."""
 
+    is_plain = False  # for activations, which may be computed again from a plain one
+
     def _come(self) -> None:
         """Has its values in its place."""
 
@@ -108,7 +110,7 @@ class ComputingParameter(_OfUnit):
         data: as torch has it; what it returned is kept in a list.
     """
 
-    is_plain = True  # for activations, which may be computed again from it
+    is_plain = True
     _read: list[torch.Tensor]
 
     @property

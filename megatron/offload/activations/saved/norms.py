@@ -15,11 +15,14 @@ _EPS = "eps"  # in the names of attributes: eps, variance_epsilon, layer_norm_ep
 
 
 class Norms:
-    """What the modules of models say about their eps."""
+    """What the modules of models say about their eps.
+
+    It refers to modules, see Note [No weak references to parameters] in `weight_casts.py`.
+    """
 
     def __init__(self) -> None:
         self._models: list[weakref.ref[torch.nn.Module]] = []
-        self._of_weight: dict[int, tuple[weakref.ref[torch.Tensor], float]] = {}
+        self._of_weight: dict[int, tuple[weakref.ref[torch.nn.Module], float]] = {}
         self._has_looked = False
 
     def add(self, models: Iterable[torch.nn.Module]) -> None:
@@ -32,11 +35,17 @@ class Norms:
 
     def eps_of(self, weight: torch.Tensor) -> float | None:
         """The eps of the module that owns a weight; None: there is none, or it has several."""
-        found = self._of_weight.get(id(weight))
-        if (found is None or found[0]() is not weight) and not self._has_looked:
+        eps = self._known_eps_of(weight)
+        if eps is None and not self._has_looked:
             self._look()
-            found = self._of_weight.get(id(weight))
-        return None if found is None or found[0]() is not weight else found[1]
+            eps = self._known_eps_of(weight)
+        return eps
+
+    def _known_eps_of(self, weight: torch.Tensor) -> float | None:
+        reference, eps = self._of_weight.get(id(weight), (None, 0.0))
+        module = None if reference is None else reference()
+        owned = () if module is None else module._parameters.values()
+        return eps if any(one is weight for one in owned) else None
 
     def _look(self) -> None:
         self._has_looked = True
@@ -51,6 +60,6 @@ class Norms:
                 }
                 if len(values) != 1:
                     continue
-                eps = values.pop()
+                owner, eps = weakref.ref(module), values.pop()
                 for weight in module.parameters(recurse=False):
-                    self._of_weight[id(weight)] = weakref.ref(weight), eps
+                    self._of_weight[id(weight)] = owner, eps

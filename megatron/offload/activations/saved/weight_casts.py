@@ -21,6 +21,13 @@ the backward pass raise. A change through `data` is noticed by nothing, as every
 We leave alone casts of weights that require no gradient (nothing in the graph links them to the
 weight), casts of weights that get other memory with each gather (FSDP1, ZeRO 3; FSDP2's keep
 theirs), and casts that a script makes outside of autocast.
+
+Note [No weak references to parameters]
+`torch.utils.swap_tensors` refuses a tensor that a weak reference exists of, and `Module.to`,
+`load_state_dict` and parametrizations swap parameters that are of a subclass, or all of them
+(`torch.__future__.set_swap_module_params_on_conversion`). So we know a parameter by its address and
+by its storage, to which a weak reference does no harm. Of a parameter on a tier we do have a weak
+reference: only `offload_parameters` gives it other memory.
 """
 
 from __future__ import annotations
@@ -43,15 +50,16 @@ from megatron.offload.errors import ChangedInPlaceError
 from megatron.offload.machine.autocast import autocast_depth
 
 _CAST = "ToCopyBackward0"  # autograd's name of what `Tensor.to` does
+_IS_PLAIN = "is_plain"  # an attribute of the classes that parameters on a tier have
 
 
 class _Weight(NamedTuple):
-    """A parameter as it was when the step began."""
+    """A parameter as it was when the step began: Note [No weak references to parameters]."""
 
-    parameter: weakref.ref[torch.nn.Parameter]
     version: int
     shape: torch.Size
-    storage: int  # its address; 0: the parameter is on a tier, and a hook of its layer reads it
+    storage: StorageReference | None  # None: a hook of its layer reads the parameter from a tier
+    away: weakref.ref[torch.nn.Parameter] | None  # the parameter, if it is on a tier
 
 
 class WeightCasts:
@@ -84,8 +92,14 @@ class WeightCasts:
                 kind = kind_of(one)
                 if not kind.is_all_bytes or kind.is_inference:
                     continue
-                storage = 0 if is_away(one) else one.untyped_storage()._cdata
-                self._weights[id(one)] = _Weight(weakref.ref(one), one._version, one.shape, storage)
+                storage, away = None, None
+                if not is_away(one):
+                    storage = StorageReference(one.untyped_storage())
+                elif hasattr(one, _IS_PLAIN):
+                    away = weakref.ref(one)
+                else:  # a subclass of others, whose casts `find` leaves alone
+                    continue
+                self._weights[id(one)] = _Weight(one._version, one.shape, storage, away)
 
     def find(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, since: int, scope: Scope
@@ -104,10 +118,9 @@ class WeightCasts:
         node: Any = node_of(cast)
         if node is None or type(node).__name__ != _CAST:
             return None
-        leaf: Any = getattr(node.next_functions[0][0], "variable", None)  # of its accumulator
-        weight = self._weights.get(id(leaf))
-        param = None if weight is None else weight.parameter()
-        if weight is None or param is None or leaf is not param:
+        param: Any = getattr(node.next_functions[0][0], "variable", None)  # of its accumulator
+        weight = self._weights.get(id(param))
+        if weight is None or (weight.away is not None and weight.away() is not param):
             return None
         if cast.device == param.device and not (
             autocast_depth() > 0 and cast.dtype is torch.get_autocast_dtype(self._device.type)
@@ -121,7 +134,7 @@ class WeightCasts:
             return None
         if param._version != weight.version or param.shape != weight.shape:
             return None
-        if weight.storage and param.untyped_storage()._cdata != weight.storage:
+        if weight.storage is not None and param.untyped_storage()._cdata != weight.storage.cdata:
             return None
         if storage._cdata not in self._known:  # torch gives this address to no other storage
             if node._sequence_nr() < since:
@@ -176,7 +189,7 @@ class WeightCast:
         self, tensor: torch.Tensor, cast: torch.Tensor, param: torch.nn.Parameter, scope: Scope
     ) -> None:
         self.address = id(param)
-        self._param = weakref.ref(param)
+        self._param = param  # the graph holds it anyway
         # The weight's bytes and versions, and none of its attributes.
         self._alias: torch.Tensor | None = without_graph(param)
         self._version = param._version
@@ -212,13 +225,13 @@ class WeightCast:
         self._alias = None
 
     def _made(self) -> torch.Tensor:
-        alias, param = self._alias, self._param()
+        alias, param = self._alias, self._param
         if self._refusal or alias is None:
             raise ChangedInPlaceError(self._refusal)
         found = ""
         if alias._version != self._version:
             found = f"has been modified by an inplace operation: it is at version {alias._version}"
-        elif (param is not None and is_away(param)) or _has_less(alias):
+        elif is_away(param) or _has_less(alias):
             found = "is not in memory"
         if found:
             raise ChangedInPlaceError(
@@ -237,7 +250,7 @@ class WeightCast:
 def is_away(param: torch.Tensor) -> bool:
     """Whether the bytes of a parameter may be on a tier: it has another class while its layer does
     not compute (`ComputingParameter`, while it does, says so)."""
-    return type(param) is not torch.nn.Parameter and not getattr(param, "is_plain", False)
+    return type(param) is not torch.nn.Parameter and not getattr(param, _IS_PLAIN, False)
 
 
 def _has_less(tensor: torch.Tensor) -> bool:

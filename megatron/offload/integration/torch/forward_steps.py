@@ -16,7 +16,7 @@ from megatron.offload.device.clock import Moment
 from megatron.offload.device.cuda import is_captured
 from megatron.offload.integration.torch.passes import computed_in
 from megatron.offload.integration.torch.step_log import StepLog
-from megatron.offload.integration.torch.surroundings import can_hook
+from megatron.offload.integration.torch.surroundings import can_hook, is_recorded
 from megatron.offload.stats.memory import PeakMemory
 
 
@@ -105,7 +105,7 @@ class ForwardSteps:
 
 def _is_training() -> bool:
     """Whether this is the forward pass of a step; while a graph is captured none runs."""
-    return torch.is_grad_enabled() and can_hook() and not is_captured()
+    return torch.is_grad_enabled() and can_hook() and not is_captured() and not is_recorded()
 
 
 def _loss_of(result: Any) -> Any:
@@ -114,4 +114,5 @@ def _loss_of(result: Any) -> Any:
         return result.get("loss")
     if isinstance(result, torch.Tensor):
         return result
-    return getattr(result, "loss", result[0] if isinstance(result, tuple | list) else None)
+    first = result[0] if isinstance(result, tuple | list) and result else None
+    return getattr(result, "loss", first)

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -47,7 +48,6 @@ from megatron.offload.integration.torch.module_hooks import is_compiled
 from megatron.offload.integration.torch.noted_tensor import Changes
 from megatron.offload.integration.torch.parameter_snapshot import ParameterSnapshot, Written
 from megatron.offload.integration.torch.passes import Passes, computed_in, tensors_in
-from megatron.offload.integration.torch.stationary import has_no_shape
 from megatron.offload.integration.torch.surroundings import (
     attention_kernels,
     computed_weights,
@@ -356,7 +356,7 @@ def _is_scripted(layer: torch.nn.Module) -> bool:
 
 
 def _is_lazy(layer: torch.nn.Module) -> bool:
-    return any(map(has_no_shape, (*layer.parameters(), *layer.buffers())))
+    return any(map(is_lazy, (*layer.parameters(), *layer.buffers())))
 
 
 class _NumberSnapshot:

@@ -32,10 +32,19 @@ class LayerParameters:
         """Warns once if one has another parameter in its place, which is in memory.
 
         `load_state_dict(assign=True)` puts others there, and so does a script that sets one.
+        `torch.export` puts some without values there while it looks at the model.
 
         Raises:
-            ConfigurationError: one has another type.
+            ConfigurationError: one has another type, or `torch.jit.trace` runs the layer.
         """
+        if torch._C._is_tracing():
+            raise ConfigurationError(
+                f"{PARAMETERS_PREFIX}torch.jit.trace, and the ONNX export on top of it, takes "
+                "parameters from their places, where those that are on a tier have no values; "
+                "call close() of the handle before, or use torch.export"
+            )
+        if torch.compiler.is_exporting():
+            return
         for name, module, attribute, param, had in self._found:
             if param.dtype != had:
                 raise ConfigurationError(
@@ -73,6 +82,6 @@ def adapters_of(layers: Mapping[torch.nn.Module, int]) -> set[torch.nn.Parameter
     for params in units.values():
         trained = {one for one in params if one.requires_grad}
         num_bytes = sum(one.nbytes for one in trained)
-        if num_bytes <= _ADAPTER_PART * sum(one.nbytes for one in params - trained):
+        if 0 < num_bytes <= _ADAPTER_PART * sum(one.nbytes for one in params - trained):
             adapters |= trained
     return adapters

@@ -130,7 +130,8 @@ def is_compiled(module: torch.nn.Module) -> bool:
 class _Call:
     """The call of a module; calls `end` where torch runs no hook: Note [What ends a call].
 
-    torch leaves it out of copies and pickles by itself.
+    torch leaves this attribute out of copies and pickles of a module, but not modules that choose
+    themselves what is copied (LSTM, GRU, DistributedDataParallel): there it becomes None.
     """
 
     def __init__(self, module: Any, end: Callable[[torch.nn.Module, Any], None]) -> None:
@@ -160,8 +161,16 @@ class _Call:
                 outer._inner = self._inner
             outer = outer._inner
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    def __reduce__(self) -> Any:  # of pickle and of deepcopy
+        return type(None), ()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_exporting():  # which refuses functions that it is to leave out
+            return (self._inner or self._called()._call_impl)(*args, **kwargs)
+        return self._call(*args, **kwargs)
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         module = self._called()
         try:
             return (self._inner or module._call_impl)(*args, **kwargs)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Unpack
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from megatron.offload.device.open import open_device
 from megatron.offload.errors import PARAMETERS_PREFIX, ConfigurationError
@@ -27,7 +28,6 @@ from megatron.offload.integration.torch.passes import computed_in, tensors_in
 from megatron.offload.integration.torch.ranks import local_world_size
 from megatron.offload.integration.torch.refusals import check_models, check_parts
 from megatron.offload.integration.torch.saved_weights import SavedWeights
-from megatron.offload.integration.torch.stationary import has_no_shape
 from megatron.offload.integration.torch.untold_backward import check_gradients
 from megatron.offload.keywords import ParameterMode, ParameterSettings
 from megatron.offload.layer_major.config import LayerMajorConfig
@@ -403,7 +403,7 @@ def _params_of(
                 raise _refusal(f"{name} is offloaded already; close() the handle that has it")
             if owner.setdefault(id(param), number) != number:
                 raise _refusal(f"{name} belongs to layers of two units; give fewer units")
-            if has_no_shape(param):
+            if is_lazy(param):
                 raise _refusal(f"{name} of a lazy module has no shape; call the model once before")
             if type(param) is not torch.nn.Parameter or param.layout is not torch.strided:
                 raise _refusal(

@@ -43,6 +43,7 @@ from megatron.offload.integration.torch.surroundings import (
     frame_of_module_call,
     in_backward,
     in_transform,
+    is_recorded,
     is_running,
 )
 from megatron.offload.integration.training_steps import TrainingSteps
@@ -151,7 +152,7 @@ class Passes:
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """A hooked module is called."""
-        if self._stands_aside or self._is_within(module):
+        if self._stands_aside or self._is_within(module) or is_recorded():
             return
         if not torch.is_grad_enabled():
             self._pause()

@@ -45,20 +45,15 @@ def stationary_tensors(modules: Iterable[torch.nn.Module]) -> Iterator[torch.Ten
     """
     for module in modules:
         for parameter in module._parameters.values():
-            if parameter is None or has_no_shape(parameter):
+            if parameter is None or is_lazy(parameter):
                 continue
             yield _local(parameter)
             # `functional_call` puts results of others there, and torch warns of their `.grad`.
             if parameter.is_leaf and parameter.grad is not None:
                 yield _local(parameter.grad)
         for buffer in module._buffers.values():
-            if buffer is not None and not has_no_shape(buffer):
+            if buffer is not None and not is_lazy(buffer):
                 yield _local(buffer)
-
-
-def has_no_shape(tensor: torch.Tensor) -> bool:
-    """Whether a lazy module gives it one, and memory, in its first call."""
-    return is_lazy(tensor)
 
 
 def is_sharded(module: torch.nn.Module) -> bool:

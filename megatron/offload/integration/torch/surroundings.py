@@ -34,6 +34,12 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def is_recorded() -> bool:
+    """Whether torch writes down what runs here, to run it elsewhere (`torch.export`, ONNX,
+    `torch.jit.trace`): what we do in between is no part of it."""
+    return torch.compiler.is_exporting() or torch._C._is_tracing()
+
+
 def in_forward_mode() -> bool:
     """Whether gradients are computed in forward mode, which ends before a backward pass begins."""
     return torch.autograd.forward_ad._current_level >= 0
