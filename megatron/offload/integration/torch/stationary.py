@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 
 def modules_in(models: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -58,7 +58,7 @@ def stationary_tensors(modules: Iterable[torch.nn.Module]) -> Iterator[torch.Ten
 
 def has_no_shape(tensor: torch.Tensor) -> bool:
     """Whether a lazy module gives it one, and memory, in its first call."""
-    return isinstance(tensor, UninitializedTensorMixin)
+    return bool(is_lazy(tensor))
 
 
 def is_sharded(module: torch.nn.Module) -> bool:
