@@ -25,7 +25,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from megatron.offload import ChangedInPlaceError, offload_activations
+from megatron.offload import ChangedInPlaceError, ConfigurationError, offload_activations
 from megatron.offload.integration.torch.buffer_snapshot import BufferSnapshot
 from megatron.offload.integration.torch.offload import ActivationOffload
 from tests.support.loops import HIDDEN, Net, gradients, net, noise
@@ -369,7 +369,52 @@ def test_a_layer_that_calls_another_one_is_recomputed_as_a_whole(
         del first.forward
 
     compared(loop, tmp_path, recompute_layers="0-1")
-    assert not [one for one in caplog.records if one.levelname == "WARNING"]
+    assert [one.getMessage() for one in caplog.records if one.levelname == "WARNING"] == []
+
+
+@torch.jit.script
+def scripted(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    return torch.sin(torch.tanh(x) * by) * torch.exp(-x * x)
+
+
+class EndsInScript(torch.nn.Module):
+    """What its forward saves last it saves within a function that was scripted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.by = torch.nn.Parameter(torch.rand(HIDDEN))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = scripted(self.linear(x), self.by)
+        return result
+
+
+def test_a_scripted_function_that_torch_cannot_end_half_way_is_refused(tmp_path: Path) -> None:
+    """The interpreter replaces the error with which torch ends a recomputation early."""
+    model = torch.nn.Sequential(*(EndsInScript() for _ in range(3)))
+    for _ in range(3):  # torch runs another graph of the function from its second call on
+        model(noise(0)).sum().backward()
+    with offload_activations(model, tmp_path, min_bytes=1, recompute_layers="0-1"):
+        loss = model(noise(0)).sum()
+        with pytest.raises(ConfigurationError, match="what its forward saves last"):
+            loss.backward()
+
+
+def test_an_error_of_a_scripted_function_that_runs_again_is_raised(tmp_path: Path) -> None:
+    class Refuses(EndsInScript):
+        fails = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.linear(x)
+            return scripted(x, self.by[:3] if self.fails else self.by)  # type: ignore[no-any-return]
+
+    model = torch.nn.Sequential(*(Refuses() for _ in range(3)))
+    with offload_activations(model, tmp_path, min_bytes=1, recompute_layers="0-1"):
+        loss = model(noise(0)).sum()
+        Refuses.fails = True
+        with pytest.raises(RuntimeError, match=r"TorchScript interpreter(.|\n)*size of tensor"):
+            loss.backward()
 
 
 class Changing(torch.nn.Module):

@@ -37,7 +37,7 @@ from megatron.offload.activations.saved.scope import (
     name_after,
     name_of_call,
 )
-from megatron.offload.errors import ChangedInPlaceError
+from megatron.offload.errors import ChangedInPlaceError, ConfigurationError
 from megatron.offload.integration.open_parameters import brought
 from megatron.offload.integration.own_attributes import replaced
 from megatron.offload.integration.replaced_forwards import InPlaceOf
@@ -327,7 +327,7 @@ class LayerCalls:
             again = noted, weights, *restored, numbers.restored, *others
             return contextlib.nullcontext(), _Recomputations(*again)
 
-        run = functools.partial(arguments.run, forward)
+        run = _Again(functools.partial(arguments.run, forward), name)
         passed, in_names = arguments.passed()
         result = checkpoint(run, *passed, use_reentrant=False, context_fn=contexts, **in_names)
         computed = list(computed_in(result))
@@ -353,6 +353,36 @@ class LayerCalls:
 
 def _is_scripted(layer: torch.nn.Module) -> bool:
     return any(isinstance(one, torch.jit.ScriptModule) for one in layer.modules())
+
+
+class _Again:
+    """A layer's forward, which torch's checkpoint ends where all that it wants is computed again.
+
+    It raises an error to that end. Within a function that was scripted the interpreter makes
+    another one of it, without a text, as the checkpoint's own has none. To go on would be wrong: in
+    its second call the interpreter may run another graph of the function, which saves other things.
+    """
+
+    def __init__(self, forward: Callable[..., Any], name: str) -> None:
+        self._forward, self._name = forward, name
+        self._has_run = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._forward(*args, **kwargs)
+        except RuntimeError as error:
+            text = str(error)
+            is_script = "failed in the TorchScript interpreter" in text
+            if not (self._has_run and is_script and text.rstrip().endswith("RuntimeError:")):
+                raise
+            raise ConfigurationError(
+                f"activation offload: {self._name} is recomputed, and what its forward saves last "
+                "it saves in a function of torch.jit.script, which torch's checkpoint cannot end "
+                "half way; leave the layer out of recompute_layers, or call the function that the "
+                "script was made of"
+            ) from error
+        finally:
+            self._has_run = True
 
 
 def _is_lazy(layer: torch.nn.Module) -> bool:
