@@ -204,6 +204,15 @@ class _Call:
         return self.module
 
 
+# As `disable(recursive=False)` does, but for its error in exports: no graph begins here.
+_frames: Any = torch._C._dynamo.eval_frame
+if hasattr(_frames, "set_code_exec_strategy"):
+    _frames.set_code_exec_strategy(
+        _Call.__call__.__code__,
+        _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT),
+    )
+
+
 class _CallOfGraph(_Call):
     """The call of a module that is a graph of its own: Note [Layers that are graphs]."""
 
