@@ -27,6 +27,7 @@ from megatron.offload.stats.endurance import YEAR_S
 
 _NUM_BUDGETS = 9  # of the curve
 REPLAY_ALL, ENCODE_ALL, BOTH_ALL = "replay all", "encode all", "replay and encode all"
+WITHOUT_CODEC = "no codec, same goal"
 
 
 @dataclass(frozen=True)
@@ -147,9 +148,7 @@ def compare_plans(request: Request, *, with_curve: bool) -> PlanComparison:
     if of is not None and of.codec != "off":
         exact = project(dataclasses.replace(of, codec="off"))
         codec = _codec_figures(of.codec, profile, exact)
-        strategies["no codec, same goal"] = _solved(
-            exact, request.budget_bytes, request.max_slowdown
-        )
+        strategies[WITHOUT_CODEC] = _solved(exact, request.budget_bytes, request.max_slowdown)
     if of is None or not of.replay:
         return PlanComparison(request, plan, strategies, peak, found, codec=codec)
     plain = project(dataclasses.replace(of, replay=False))
