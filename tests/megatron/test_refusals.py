@@ -63,7 +63,7 @@ SEARCHED = {
     f"{MEGATRON}/chunked_loss.py": (),
     f"{MEGATRON}/tiled_mlps.py": ("_refuse",),  # in test_tiled_mlp.py: it needs a model
     # In tests/unit/test_layer_major.py: they need a model, and a step.
-    f"{MEGATRON}/layer_major.py": ("only_chunk", "states"),
+    f"{MEGATRON}/layer_major.py": ("only_chunk", "states", "elsewhere"),
     "megatron/offload/layer_major/config.py": (),
     "examples/trainer/experts.py": (),
     "examples/trainer/arguments.py": ("check_megatron_core_version",),  # in test_trainer_errors.py

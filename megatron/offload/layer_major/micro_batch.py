@@ -61,6 +61,7 @@ class MicroBatch(Generic[T]):
                 # The layers of the last units were skipped.
                 self.pause_before(self._last, result)
                 result = self.cuts.enter(result)
+            self.cuts.end()
             return result
 
     def pause_before(self, unit: int, arguments: Any) -> None:
