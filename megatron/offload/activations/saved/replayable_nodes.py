@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from megatron.offload.activations.saved.recipe import Layout, Operation, Step, bits_of
+from megatron.offload.activations.saved.recipe import Layout, Operation, Step, require_same_bytes
 from megatron.offload.errors import OffloadError
 
 _LARGEST_DIMENSION = 1 << 63  # autograd shows a negative dimension as that much more
@@ -87,16 +87,11 @@ def _layer_norm(
     result, _, found = torch.native_layer_norm(one, shape, weight, bias, eps)
     if not is_exact:
         return result
-    is_same = bits_of(found).eq(bits_of(rstd)).all()
     sentence = (
         f"a layer norm that runs again with the eps {eps} of its module divides by another "
         "deviation than in forward, which used another eps; set --activation-replay off"
     )
-    if found.device.type == "cpu":
-        if not is_same:
-            raise OffloadError(sentence)
-    else:  # the device stops by itself, and nothing waits for it
-        torch._assert_async(is_same, sentence)
+    require_same_bytes(found, rstd, OffloadError, sentence)
     return result
 
 
