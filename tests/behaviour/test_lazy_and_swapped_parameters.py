@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.parameter import is_lazy
 
-from megatron.offload import ConfigurationError, offload_activations, offload_parameters
+from megatron.offload import offload_activations
 from tests.support.same_training import digest
 
 WIDTH, LAYERS = 32, 3
@@ -93,17 +92,6 @@ def test_lazy_modules_get_their_parameters_in_the_first_pass(
         return [*found, *(digest(one) for one in model.parameters())]
 
     assert run(way) == run(None)
-
-
-def test_lazy_layers_cannot_wait_on_a_tier_before_they_have_parameters(tmp_path: Path) -> None:
-    model = net(lazy=True)
-    with pytest.raises(
-        ConfigurationError, match="of a lazy module has no shape; call the model once before"
-    ):
-        offload_parameters(model, tmp_path)
-    model(noise(0))
-    assert not any(is_lazy(one) for one in model.parameters())
-    offload_parameters(model, tmp_path).close()
 
 
 def load(model: torch.nn.Module) -> None:
