@@ -317,10 +317,18 @@ def test_the_summary_says_that_gradients_are_approximate(codec: str) -> None:
 
 
 @pytest.mark.parametrize("replay", ["off", "on"])
-def test_a_plan_may_keep_a_layer_exactly(replay: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("line", "placement"),
+    [("replays", Placement.KEEP), ("encodes", Placement.KEEP), ("encodes", Placement.SSD)],
+)
+def test_a_plan_may_leave_a_layer_exact(
+    line: str, placement: Placement, replay: str, tmp_path: Path
+) -> None:
     """The last one, so that all its gradients are exact: nothing behind it is encoded."""
 
-    def gradients_of(plan: Plan | None, **settings: Any) -> tuple[list[dict[str, Any]], int]:
+    def gradients_of(
+        plan: Plan | None, **settings: Any
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         if plan is not None:
             save_plans(tmp_path / "plan.json", [plan])
             settings |= {"mode": "auto", "plan_file": tmp_path / "plan.json", "replay": replay}
@@ -329,19 +337,21 @@ def test_a_plan_may_keep_a_layer_exactly(replay: str, tmp_path: Path) -> None:
         found = [
             {name: one.grad for name, one in block.named_parameters()} for block in model.blocks
         ]
-        return found, counted.get("encoded_bytes", 0)
+        return found, counted
 
     def plan_of(*encoded: bool) -> Plan:
         parts = [
-            PlannedPart(0, f"blocks.{n}", WHOLE_LAYER, Placement.KEEP, 0, replays=one)
+            PlannedPart(0, f"blocks.{n}", WHOLE_LAYER, placement, 0, **{line: one})
             for n, one in enumerate(encoded)
         ]
         return Plan(tuple(parts))
 
     exact, _ = gradients_of(None)
-    last_exact, fewer_bytes = gradients_of(plan_of(True, True, False), codec="int8")
-    all_encoded, more_bytes = gradients_of(plan_of(True, True, True), codec="int8")
-    assert 0 < fewer_bytes < more_bytes
+    last_exact, fewer = gradients_of(plan_of(True, True, False), codec="int8")
+    all_encoded, more = gradients_of(plan_of(True, True, True), codec="int8")
+    assert 0 < fewer["encoded_bytes"] < more["encoded_bytes"]
+    replays_less = fewer["replayed_bytes"] < more["replayed_bytes"]
+    assert replays_less is (line == "replays" and replay == "on")
     for name, one in exact[2].items():
         assert torch.equal(last_exact[2][name], one), name
     assert not all(torch.equal(all_encoded[2][name], one) for name, one in exact[2].items())

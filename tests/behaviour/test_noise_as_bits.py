@@ -163,7 +163,9 @@ def test_a_plan_and_a_memory_report_hear_of_the_bits(make_engine, mode):
         def stayed(self, scope: Scope, storage: torch.UntypedStorage) -> None:
             heard.append(("stayed", storage.nbytes()))
 
-        def replays(self, scope: Scope, storage: torch.UntypedStorage, copied_bytes: int) -> None:
+        def replays(
+            self, scope: Scope, storage: torch.UntypedStorage, copied_bytes: int, _: int
+        ) -> None:
             heard.append(("replays", storage.nbytes()))
 
         def saves_for_replay(self, scope: Scope, num_bytes: int) -> None:

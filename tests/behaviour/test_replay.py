@@ -635,14 +635,16 @@ class Listener:
     def stayed(self, scope: Scope, storage: torch.UntypedStorage) -> None:
         self.stayed_bytes[storage._cdata] = storage.nbytes()
 
-    def replays(self, scope: Scope, storage: torch.UntypedStorage, copied_bytes: int) -> None:
+    def replays(
+        self, scope: Scope, storage: torch.UntypedStorage, copied_bytes: int, _: int
+    ) -> None:
         self.replayed.append((scope.layer, storage.nbytes(), copied_bytes))
 
     def saves_for_replay(self, scope: Scope, num_bytes: int) -> None:
         self.for_replay.append((scope.layer, num_bytes))
 
     @contextlib.contextmanager
-    def replaying(self, scope: Scope) -> Iterator[None]:
+    def replaying(self, scope: Scope, *, decodes: bool) -> Iterator[None]:
         assert scope.layer == "decoder.1"
         self.num_replays += 1
         yield

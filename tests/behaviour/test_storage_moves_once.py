@@ -119,6 +119,9 @@ class ByLayer:
     def replays(self, scope):
         return False
 
+    def encodes(self, scope):
+        return False
+
     def place_layer(self, scope):
         return Placement.SSD if scope.layer == "first" else Placement.KEEP
 

@@ -51,6 +51,9 @@ class Divider:
     def replays(self, scope: Scope) -> bool:
         return False
 
+    def encodes(self, scope: Scope) -> bool:
+        return False
+
     def place_layer(self, scope: Scope) -> Placement:
         return Placement.KEEP
 

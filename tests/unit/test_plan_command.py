@@ -231,11 +231,11 @@ def test_a_codec_stands_beside_the_same_model_without_it(
     assert named["this plan"]["step_s"] <= named["keep all"]["step_s"] * 1.02
 
 
-@pytest.mark.parametrize(("slowdown", "is_said"), [(0.02, True), (0.03, False)])
-def test_a_codec_that_costs_memory_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], slowdown: float, is_said: bool
+@pytest.mark.parametrize(("slowdown", "encodes_all"), [(0.02, False), (0.03, True)])
+def test_a_codec_encodes_as_much_as_the_goal_leaves_time_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], slowdown: float, encodes_all: bool
 ) -> None:
-    """To encode all takes 2.9 % of this step: within 2 % a part of the layers stays in memory."""
+    """All of it takes 2.9 % of this step: within 2 % some parts leave as they are."""
     path = tmp_path / "all.json"
     line = (
         "plan --hardware a100 --ssds 2 --bf16 --num-layers 16 --hidden-size 6144 "
@@ -246,9 +246,8 @@ def test_a_codec_that_costs_memory_is_named(
     assert cli.main(line.split()) == 0
     named = json.loads(path.read_text())["strategies"]
     exact, plan = named["no codec, same goal"]["peak_bytes"], named["this plan"]["peak_bytes"]
-    assert (exact < plan) is is_said
-    said = f"without it the same goal takes {format_size(exact)} at the peak"
-    assert (said in capsys.readouterr().out) is is_said
+    assert plan < 0.8 * exact
+    assert ("not encoded" not in capsys.readouterr().out) is encodes_all
 
 
 def test_without_replay_nothing_is_said_of_it(answer: tuple[str, Path]) -> None:

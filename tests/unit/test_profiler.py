@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron.offload import ConfigurationError, Placement, Scope
+from megatron.offload.activations.placement.plan import Plan, PlannedPart
 from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.planner.profile.build import passes_s, profile_of, tier_profiles
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
@@ -76,6 +77,10 @@ class Run:
         self.replays: list[torch.UntypedStorage] = []  # of each MLP, computed again in 0.5 s each
         self.only_for_replay = 0  # bytes of each MLP
         self.unreplayed: set[str] = set()  # layers whose MLPs keep that
+        self.encoded = (
+            0  # bytes of each MLP, of which a codec makes half as many in 0.5 s, and back
+        )
+        self.unencoded: set[str] = set()  # layers whose MLPs have them as they are
 
     def step(self, num: int = 2, tokens: int = 8, *, well: bool = True) -> None:
         self.profiler.begin_step()
@@ -91,7 +96,7 @@ class Run:
                 if self.head_replays is not None and "decoder.2.after" in self.unreplayed:
                     self.profiler.stayed(Scope(), self.head_replays)
                 elif self.head_replays is not None:
-                    self.profiler.replays(Scope(), self.head_replays, 0)
+                    self.profiler.replays(Scope(), self.head_replays, 0, 0)
             with self.profiler.backward(0, micro_batch):
                 x.sum().backward()
             self.clock.now_s += 100.0  # between passes
@@ -155,8 +160,20 @@ class Run:
                 self.profiler.saves_for_replay(mlp, self.only_for_replay)
                 self.profiler.moves(mlp, self.only_for_replay)
             for one in self.replays:
-                self.profiler.replays(mlp, one, 100)
+                self.profiler.replays(mlp, one, 100, 0)
             x.register_hook(lambda _: self._replay(mlp))
+            x = self.takes(x, 0.0, 0.0)
+        if self.encoded and scope.layer in self.unencoded:
+            self.profiler.moves(mlp, self.encoded)
+        elif self.encoded:
+            with self.profiler.encoding(mlp):
+                self.clock.now_s += 0.5
+                self.clock.wait(10.0)
+                self.profiler.saves_for_replay(mlp, self.encoded // 2)
+                self.profiler.moves(mlp, self.encoded // 2)
+            encoded = torch.UntypedStorage(self.encoded)
+            self.profiler.replays(mlp, encoded, 0, self.encoded // 2)
+            x.register_hook(lambda _: self._decode(mlp))
             x = self.takes(x, 0.0, 0.0)
         self.profiler.end_layer([x])
         return x
@@ -164,9 +181,13 @@ class Run:
     def _replay(self, scope: Scope) -> None:
         """As backward comes to it."""
         for _ in self.replays:
-            with self.profiler.replaying(scope):
+            with self.profiler.replaying(scope, decodes=False):
                 self.clock.now_s += 0.5
                 self.clock.wait(10.0)  # which counts as a wait
+
+    def _decode(self, scope: Scope) -> None:
+        with self.profiler.replaying(scope, decodes=True):
+            self.clock.now_s += 0.25
 
     def _saved(self, scope: Scope, part: str, size: int) -> int:
         """A part that is recomputed saves less."""
@@ -190,6 +211,7 @@ class Run:
         asked: dict[str, Any] = {
             "seconds_between": self.clock.seconds_between,
             "waits_s": self.clock.waits_s,
+            "encodings": self.profiler.encodings,
             "step_fixed_s": 9.0,
             "recomputes": True,
             "sizes": dict(self.profiler.sizes),
@@ -528,6 +550,7 @@ def test_what_is_replayed_is_neither_kept_nor_part_of_backward() -> None:
                 resident_bytes=other.parts[1].resident_bytes + 200,  # copies of parameters
                 replayed_bytes=8000,
                 replay_extra_bytes=5000,
+                exact_extra_bytes=5000,
                 replay_s=1.0,
                 only_for_replay_bytes=200,
             ),
@@ -573,8 +596,50 @@ def kept_without_replay(tokens: int) -> tuple[StageProfile, StageProfile]:
     run.profiler.clear()
     run.unreplayed = {"decoder.2"}
     run.step(tokens=tokens)
-    unreplayed = {(0, "decoder.2", "mlp"), (0, "decoder.1", "attention")}
-    return before, run.profile(previous=before, unreplayed=unreplayed)
+    lines = [("decoder.2", "mlp"), ("decoder.1", "attention")]
+    plan = Plan(tuple(PlannedPart(0, *one, Placement.KEEP, 0, replays=False) for one in lines))
+    return before, run.profile(previous=before, plan=plan)
+
+
+def test_what_a_codec_takes_in_forward_and_in_backward_is_told_apart_from_the_layer() -> None:
+    run = Run()
+    run.replays = [torch.UntypedStorage(3000)]
+    run.step()
+    exact = run.profile()
+    run.profiler.clear()
+    run.encoded = 6000
+    run.step()
+    found = run.profile()
+    assert [layer.forward_s for layer in found.layers] == [one.forward_s for one in exact.layers]
+    assert [layer.backward_s for layer in found.layers] == [one.backward_s for one in exact.layers]
+    [_, mlp], [_, without] = found.layers[0].parts, exact.layers[0].parts
+    assert (mlp.codec_s, mlp.replay_s) == (0.5 + 0.25, without.replay_s + 0.5 + 0.25)
+    assert (mlp.codec_spared_bytes, mlp.only_for_replay_bytes) == (3000, 100 + 3000)
+    assert (mlp.replay_extra_bytes, mlp.exact_extra_bytes) == (6000, 3000)
+    assert mlp.movable_bytes == without.movable_bytes + 3000
+    assert mlp.exact_bytes == without.movable_bytes + without.resident_bytes + 6000
+    assert (mlp.produced_s, mlp.recompute_s) == (without.produced_s, without.recompute_s)
+
+
+@pytest.mark.parametrize("tokens", [8, 16])
+def test_what_a_codec_spares_is_known_from_before_where_a_plan_left_it_out(tokens: int) -> None:
+    run = Run()
+    run.replays, run.encoded = [torch.UntypedStorage(3000)], 6000
+    run.step()
+    before = run.profile()
+    run.profiler.clear()
+    run.unencoded = {"decoder.2"}
+    run.step(tokens=tokens)
+    plan = Plan((PlannedPart(0, "decoder.2", "mlp", Placement.HOST, 0, encodes=False),))
+    after = run.profile(previous=before, plan=plan).layers[1].parts[1]
+    known = before.layers[1].parts[1]
+    if tokens == 8:
+        assert after == known
+    saved = after.movable_bytes + after.resident_bytes
+    assert saved / (saved + after.codec_spared_bytes) == pytest.approx(
+        (known.movable_bytes + known.resident_bytes) / known.exact_bytes, rel=1e-3
+    )
+    assert (after.codec_s, after.replay_s) == (known.codec_s, known.replay_s)
 
 
 def test_what_is_replayed_is_known_from_before_where_it_was_kept() -> None:
@@ -592,7 +657,8 @@ def test_what_runs_between_layers_is_known_from_before_too() -> None:
     run.profiler.clear()
     run.unreplayed = {"decoder.2.after"}
     run.step()
-    assert run.profile(previous=before, unreplayed={(0, "decoder.2.after", "layer")}) == before
+    line = PlannedPart(0, "decoder.2.after", "layer", Placement.KEEP, 0, replays=False)
+    assert run.profile(previous=before, plan=Plan((line,))) == before
     # What the policy has not been told of is taken as it is.
     run.step()
     assert run.profile(previous=before).layers[2].replayed_bytes == 0

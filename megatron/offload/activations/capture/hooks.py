@@ -283,10 +283,14 @@ class SavedTensorHooks:
             recipe = self.recipes.find(tensor, storage, scope, save)
             if recipe is not None:
                 return recipe
-        if self._codec is None:
+        if self._codec is None or not self._policy.encodes(scope):
             return None
         is_behind = is_behind_layers(scope.layer)
-        return encoding_of(tensor, storage, self._codec, save, is_behind=is_behind, rounds=rounds)
+        observer = self._step.observer
+        with contextlib.nullcontext() if observer is None else observer.encoding(scope):
+            return encoding_of(
+                tensor, storage, self._codec, save, is_behind=is_behind, rounds=rounds
+            )
 
     def take(self, tensor: torch.Tensor, move: Move, batch: WriteBatch) -> SavedView:
         """Carries out a move, and returns what autograd keeps instead of the tensor.
@@ -314,7 +318,7 @@ class SavedTensorHooks:
                 if self.recipes is not None:
                     self.recipes.available.hold(storage)
             if step.observer is not None:
-                step.observer.replays(step.scope, storage, where.copied_bytes)
+                step.observer.replays(step.scope, storage, where.copied_bytes, where.codes_bytes)
         if step.save_order is not None:
             for one in (record,) if record.recipe is None else record.recipe.bases:
                 step.save_order.append(one)
@@ -400,7 +404,7 @@ class SavedTensorHooks:
             observer = self._step.observer
             if observer is None:
                 return self._reader.compute(record, recipe, operands)
-            with observer.replaying(record.scope):
+            with observer.replaying(record.scope, decodes=recipe.encodes):
                 memory = self._reader.compute(record, recipe, operands)
         return memory
 

@@ -55,6 +55,8 @@ class PlannedPart:
         input: with `RECOMPUTE`, where what the recomputation starts from waits: `KEEP` or a tier.
         replays: in a run with replay or a codec, what can be computed again from others is not
             kept, and the rest in few bits. False: all of it is kept as it is, with `KEEP`.
+        encodes: in a run with a codec, the rest is kept or moved in few bits. False: it is as it
+            is, with `KEEP` or a tier.
     """
 
     chunk: int
@@ -65,6 +67,7 @@ class PlannedPart:
     reason: str = ""
     input: Placement = Placement.KEEP
     replays: bool = True
+    encodes: bool = True
 
     @property
     def key(self) -> tuple[int, str, str]:
@@ -107,6 +110,11 @@ class Plan:
         """By the same, parts that keep what could be replayed."""
         return frozenset(one.key for one in self.parts if not one.replays)
 
+    @property
+    def unencoded(self) -> frozenset[tuple[int, str, str]]:
+        """By the same, parts that a codec leaves as they are."""
+        return frozenset(one.key for one in self.parts if not one.encodes)
+
     def digest(self) -> int:
         """A number below 2^48 that plans share if they place alike, and otherwise almost never.
 
@@ -118,6 +126,7 @@ class Plan:
             for key, placement in sorted(placed.items())
         ]
         lines += [f"{key} not replayed" for key in sorted(self.unreplayed)]
+        lines += [f"{key} not encoded" for key in sorted(self.unencoded)]
         if self.lead_layers is not None:
             lines.append(f"lead {self.lead_layers}")
         return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:6], "big")
@@ -169,6 +178,12 @@ class Plan:
                     f"the plan has {one.part} of {one.layer} as {one.placement.value} and without "
                     f"replay; expected {Placement.KEEP.value}, with which alone a part can do "
                     "without; correct it or plan again"
+                )
+            if not one.encodes and one.placement is Placement.RECOMPUTE:
+                raise ConfigurationError(
+                    f"the plan has {one.part} of {one.layer} as {one.placement.value} and without "
+                    "a codec; expected keep, host or ssd, since what is recomputed is not encoded; "
+                    "correct it or plan again"
                 )
             if one.placement not in (*tiers, Placement.KEEP, Placement.RECOMPUTE):
                 raise ConfigurationError(

@@ -41,12 +41,14 @@ def plans_to_json(plans: Iterable[Plan]) -> str:
 
 
 def _part_to_json(part: PlannedPart) -> str:
-    """A line; of where an input waits and of replay there is nothing if it is as usual."""
+    """A line; of where an input waits, of replay and codec there is nothing if it is as usual."""
     values = msgspec.to_builtins(part)
     if part.input is Placement.KEEP:
         values.pop("input", None)  # msgspec leaves a default out of what it has read itself
     if part.replays:
         values.pop("replays", None)
+    if part.encodes:
+        values.pop("encodes", None)
     return json.dumps(values)
 
 
@@ -155,6 +157,7 @@ _MAY_BE = {
     "placement": "keep, recompute, host or ssd",
     "input": "keep, host or ssd",
     "replays": "true or false",
+    "encodes": "true or false",
 }
 
 

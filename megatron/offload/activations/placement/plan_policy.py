@@ -24,11 +24,12 @@ class PlannedPolicy:
         self._placements: dict[tuple[int, str, str], Placement] = {}
         self._inputs: dict[tuple[int, str, str], Placement] = {}  # of what is recomputed
         self._unreplayed: frozenset[tuple[int, str, str]] = frozenset()
+        self._unencoded: frozenset[tuple[int, str, str]] = frozenset()
 
     def follow(self, plan: Plan) -> None:
         """From now on this one. Between steps only: what is recomputed must not change in one."""
         self._placements, self._inputs = plan.placements, plan.inputs
-        self._unreplayed = plan.unreplayed
+        self._unreplayed, self._unencoded = plan.unreplayed, plan.unencoded
 
     def place_layer(self, scope: Scope) -> Placement:
         """What the plan has for a layer or a part. Parts that differ leave the layer none."""
@@ -39,12 +40,16 @@ class PlannedPolicy:
 
     def replays(self, scope: Scope) -> bool:
         """False where the plan keeps all as it is; the line is that of `place`."""
-        if not self._unreplayed:
-            return True
+        return not self._unreplayed or self._line(scope) not in self._unreplayed
+
+    def encodes(self, scope: Scope) -> bool:
+        """False where the plan has it as it is; the line is that of `place`."""
+        return not self._unencoded or self._line(scope) not in self._unencoded
+
+    def _line(self, scope: Scope) -> tuple[int, str, str]:
+        """The key of the plan's line for a scope."""
         key = scope.chunk, scope.layer, scope.part or WHOLE_LAYER
-        if key not in self._placements:
-            key = scope.chunk, scope.layer, WHOLE_LAYER
-        return key not in self._unreplayed
+        return key if key in self._placements else (scope.chunk, scope.layer, WHOLE_LAYER)
 
     def place(self, scope: Scope, num_bytes: int) -> Placement:
         """Where the plan sends a storage that a layer or part saved; small ones are kept."""

@@ -65,6 +65,8 @@ def _totals(plan: Plan) -> str:
 def _placement(one: PlannedPart) -> str:
     if not one.replays:
         return f"{one.placement.value}, not replayed"
+    if not one.encodes:
+        return f"{one.placement.value}, not encoded"
     if one.input is Placement.KEEP:
         return one.placement.value
     return f"{one.placement.value}, input to {one.input.value}"

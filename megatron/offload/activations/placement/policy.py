@@ -41,6 +41,10 @@ class Policy(Protocol):
         """Whether what this scope saves may be computed again or encoded, in a run with that."""
         ...
 
+    def encodes(self, scope: Scope) -> bool:
+        """Whether what of it is not computed again may be encoded, in a run with a codec."""
+        ...
+
     def place_layer(self, scope: Scope) -> Placement:
         """What becomes of a layer as a whole, or of `scope.part` of it. Asked before it runs.
 
@@ -97,6 +101,10 @@ class FixedPolicy:
         return found
 
     def replays(self, scope: Scope) -> bool:
+        """Always."""
+        return True
+
+    def encodes(self, scope: Scope) -> bool:
         """Always."""
         return True
 

@@ -84,11 +84,12 @@ def encoding_of(
         return None
     with torch.no_grad():
         values = torch.empty(0, dtype=target.dtype, device=target.device).set_(storage)
-        held = save(quantization.encode(values))
+        codes = quantization.encode(values)
+        held = save(codes)
     step = Step(quantization.decode, (~0,), (num_values, target.dtype))
     program = Program((step,), Layout((num_values,), (1,), target.dtype))
     bases = [held.saved] if isinstance(held, SavedView) else []
-    return Recipe(program, [held], bases, 1, encodes=True)
+    return Recipe(program, [held], bases, 1, codes_bytes=codes.nbytes)
 
 
 def _chosen(target: torch.Tensor, codec: Codec, is_behind: bool) -> Quantization | None:

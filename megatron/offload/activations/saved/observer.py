@@ -27,13 +27,16 @@ class Observer(Protocol):
         """A storage was saved, perhaps not for the first time, and stays in device memory."""
         ...
 
-    def replays(self, scope: Scope, storage: torch.UntypedStorage, copied_bytes: int) -> None:
+    def replays(
+        self, scope: Scope, storage: torch.UntypedStorage, copied_bytes: int, codes_bytes: int
+    ) -> None:
         """A storage was saved for the first time; backward computes it again, see `recipes.py`.
 
         Args:
             scope: that saved it.
             storage: which nothing keeps from now on.
             copied_bytes: of parameters, that are held until then.
+            codes_bytes: that a codec has made of it; 0: it is computed of other tensors.
         """
         ...
 
@@ -44,6 +47,15 @@ class Observer(Protocol):
         """
         ...
 
-    def replaying(self, scope: Scope) -> contextlib.AbstractContextManager[None]:
-        """Around the computation of a storage in backward; `scope` is that which saved it."""
+    def encoding(self, scope: Scope) -> contextlib.AbstractContextManager[None]:
+        """Around what a codec does with a storage in forward, if it does anything."""
+        ...
+
+    def replaying(self, scope: Scope, *, decodes: bool) -> contextlib.AbstractContextManager[None]:
+        """Around the computation of a storage in backward; `scope` is that which saved it.
+
+        Args:
+            scope: that saved it.
+            decodes: it is decoded.
+        """
         ...

@@ -168,7 +168,7 @@ class Recipe:
         depth: 1, or more where operands are replayed in turn.
         copied_bytes: of the operands, copies of parameters.
         stream: of the device, on which those copies were made.
-        encodes: it decodes what a codec has made of the bytes.
+        codes_bytes: that a codec has made of the bytes, which it decodes; 0: no codec has.
         is_exact: it gives the bytes that were saved; not so where a codec is among its steps, or
             among those of its operands.
         frees: operands were saved for it alone. They go when it has run for the last time, see
@@ -178,7 +178,7 @@ class Recipe:
     """
 
     __slots__ = (
-        *("bases", "copied_bytes", "depth", "encodes", "is_exact", "operands", "program"),
+        *("bases", "codes_bytes", "copied_bytes", "depth", "is_exact", "operands", "program"),
         *("frees", "sample", "stream"),
     )
 
@@ -190,21 +190,26 @@ class Recipe:
         depth: int,
         copied_bytes: int = 0,
         *,
-        encodes: bool = False,
+        codes_bytes: int = 0,
         is_exact: bool = True,
         frees: bool = False,
         sample: torch.Tensor | None = None,
     ) -> None:
         self.frees = frees
         self.copied_bytes = copied_bytes
-        self.encodes = encodes
-        self.is_exact = is_exact and not encodes
+        self.codes_bytes = codes_bytes
+        self.is_exact = is_exact and not codes_bytes
         self.sample = sample if self.is_exact else None
         self.program = program
         self.operands = operands
         self.bases = bases
         self.depth = depth
         self.stream: Any = None
+
+    @property
+    def encodes(self) -> bool:
+        """Whether it decodes what a codec has made of the bytes."""
+        return self.codes_bytes > 0
 
     def run(self, operands: list[torch.Tensor | None]) -> torch.Tensor:
         """The tensor, in memory of its own; `operands` as for `Program.run`.

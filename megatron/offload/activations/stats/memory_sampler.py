@@ -133,7 +133,9 @@ class MemorySampler:
         self._count_while_alive(storage, part_of(scope), self._where)
         self.sample(at_once=False)
 
-    def replays(self, scope: Scope, storage: torch.UntypedStorage, copied_bytes: int) -> None:
+    def replays(
+        self, scope: Scope, storage: torch.UntypedStorage, copied_bytes: int, codes_bytes: int
+    ) -> None:
         """A storage is computed again in backward, as `Observer` has it."""
         self._where = name_of(scope)
         self.sample(at_once=False)
@@ -141,8 +143,12 @@ class MemorySampler:
     def saves_for_replay(self, scope: Scope, num_bytes: int) -> None:
         """Counts nothing: it moves or stays as others do."""
 
+    def encoding(self, scope: Scope) -> contextlib.AbstractContextManager[None]:
+        """Counts nothing: what a codec makes is heard of when it is saved."""
+        return contextlib.nullcontext()
+
     @contextlib.contextmanager
-    def replaying(self, scope: Scope) -> Iterator[None]:
+    def replaying(self, scope: Scope, *, decodes: bool) -> Iterator[None]:
         """A storage is computed again, as `Observer` has it."""
         yield
         self._where = name_of(scope)

@@ -12,7 +12,6 @@ from tabulate import tabulate
 from megatron.offload.activations.placement.plan import Prediction
 from megatron.offload.activations.placement.plan_table import plan_table
 from megatron.offload.commands.plan.comparison import (
-    WITHOUT_CODEC,
     CodecFigures,
     PlanComparison,
 )
@@ -105,7 +104,6 @@ def _heading(comparison: PlanComparison) -> list[str]:
         lines.append(f"made    {in_words(made, taken)}")
     if (codec := comparison.codec) is not None:
         lines.append(_codec(codec))
-        lines += _better_without(comparison)
     if (states := comparison.request.states) is not None:
         lines.append(_states(states))
     return lines
@@ -118,18 +116,6 @@ def _codec(codec: CodecFigures) -> str:
         f"takes {codec.seconds:.3g} s beside {codec.layers_s:.3g} s of their passes; gradients are "
         "approximate"
     )
-
-
-def _better_without(comparison: PlanComparison) -> list[str]:
-    """A line where the goal leaves too little time to encode, which a tier would hide."""
-    exact, plan = comparison.strategies.get(WITHOUT_CODEC), comparison.plan.predicted
-    if exact is None or plan is None or exact.peak_bytes >= plan.peak_bytes:
-        return []
-    return [
-        f"        without it the same goal takes {format_size(exact.peak_bytes)} at the peak, not "
-        f"{format_size(plan.peak_bytes)}: parts that it leaves no time to encode stay in memory; "
-        "leave --activation-codec off, or allow more with --activation-offload-max-slowdown"
-    ]
 
 
 def _states(states: ProjectedStates) -> str:

@@ -293,7 +293,7 @@ class Planner:
             self._stage.position,
             recomputes=not self._stage.why_not_recomputed,
             previous=previous,
-            unreplayed=self.plan.unreplayed if self.plan is not None else (),
+            plan=self.plan,
             hands_over=self._stage.hands_over,
         )
         self._own_tiers = profile.tiers

@@ -10,11 +10,12 @@ import contextlib
 import dataclasses
 import functools
 import statistics
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.offload.activations.engine import OffloadEngine
+from megatron.offload.activations.placement.plan import Plan
 from megatron.offload.activations.placement.policy import Placement
 from megatron.offload.activations.stats.compute_waits import StepWaits
 from megatron.offload.config import OffloadConfig
@@ -178,7 +179,7 @@ class StepMeter:
         *,
         recomputes: bool,
         previous: StageProfile | None,
-        unreplayed: Collection[tuple[int, str, str]] = (),
+        plan: Plan | None = None,
         hands_over: HandsOver = "layer",
     ) -> StageProfile:
         """Makes the profile of the steps noted in detail, and forgets them.
@@ -186,7 +187,7 @@ class StepMeter:
         Args:
             position: of the stage in its pipeline.
             recomputes: whether its layers may be recomputed.
-            previous, unreplayed, hands_over: see `profile_of`.
+            previous, plan, hands_over: see `profile_of`.
 
         Raises:
             ConfigurationError: there was no such step.
@@ -208,11 +209,12 @@ class StepMeter:
             tier_profiles(self._engine.tiers, self._rates if previous is not None else {}),
             seconds_between=seconds,
             waits_s=self._engine.waits.seconds,
+            encodings=self.profiler.encodings,
             step_fixed_s=fixed_s,
             recomputes=recomputes,
             moves_inputs=self._moves_inputs,
             previous=previous,
-            unreplayed=unreplayed,
+            plan=plan,
             sizes=self._detailed_sizes,
             inflight_bytes=self._engine.inflight_bytes,
             hands_over=hands_over,

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from megatron.offload.activations.placement.plan import Plan
 from megatron.offload.activations.placement.policy import SELECTIVE, WHOLE_LAYER, Placement
 from megatron.offload.activations.saved.scope import name_after
+from megatron.offload.planner.profile.numbers import with_numbers
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from megatron.offload.planner.profile.stage_profile import (
     HandsOver,
@@ -27,6 +29,7 @@ from megatron.offload.planner.profile.timings import (
     LayerTimings,
     PartTimings,
     PassTimings,
+    TimeSpan,
     Timestamp,
 )
 from megatron.offload.tiers.tier import Tier
@@ -53,11 +56,12 @@ def profile_of(
     *,
     seconds_between: Callable[[object, object], float],
     waits_s: Sequence[float] = (),
+    encodings: Sequence[TimeSpan] = (),
     step_fixed_s: float,
     recomputes: bool,
     moves_inputs: bool = True,
     previous: StageProfile | None = None,
-    unreplayed: Collection[tuple[int, str, str]] = (),
+    plan: Plan | None = None,
     sizes: dict[str, int] | None = None,
     inflight_bytes: int = 512 << 20,
     hands_over: HandsOver = "layer",
@@ -72,12 +76,13 @@ def profile_of(
         tiers: see `tier_profiles`.
         seconds_between: two timestamps.
         waits_s: of each time that compute waited for the engine.
+        encodings: each time that a codec encoded a storage, see `Profiler`.
         step_fixed_s: seconds of a step outside of its passes.
         recomputes: whether layers may be recomputed at all.
         moves_inputs: whether what that starts from may wait on a tier.
         previous: an earlier profile, for what layers save that were recomputed in these steps, or
-            kept without replay.
-        unreplayed: chunk, layer and name of the parts that were kept so.
+            kept without replay or a codec.
+        plan: that the steps followed; None: all that could be was replayed and encoded.
         head_bytes: as measured; 0: as the earlier profile says, in proportion to the tokens.
         sizes, inflight_bytes, hands_over, source: see `StageProfile`.
     """
@@ -85,8 +90,10 @@ def profile_of(
     def between(earlier: Timestamp | None, later: Timestamp | None) -> float:
         if earlier is None or later is None:
             return 0.0
-        waited_s = sum(waits_s[earlier.num_waits : later.num_waits])
-        return max(seconds_between(earlier.timestamp, later.timestamp) - waited_s, 0.0)
+        others_s = sum(waits_s[earlier.num_waits : later.num_waits])
+        for one in encodings[earlier.num_encodings : later.num_encodings]:
+            others_s += between(*one)
+        return max(seconds_between(earlier.timestamp, later.timestamp) - others_s, 0.0)
 
     passes = [one for step in steps for one in step]
     by_chunk = [_alike([p for p in passes if p.chunk == c]) for c in range(position.num_chunks)]
@@ -100,7 +107,7 @@ def profile_of(
         for number, alike in enumerate(zip(*(one.layers for one in own), strict=True), 1):
             found.append(_layer(chunk, list(alike), own, between, may, earlier))
             found += _between_layers(chunk, number, own, between)
-        layers += [_with_replay(one, earlier.get(one.name), unreplayed) for one in found]
+        layers += [_as_if_replayed(one, earlier.get(one.name), plan) for one in found]
 
     before = [_seconds_outside(own, 0, between) for own in by_chunk]
     after = [_seconds_outside(own, -1, between) for own in by_chunk]
@@ -322,6 +329,7 @@ def _parts(
                 recompute_s=_median(alone_s) if is_part else None,
                 input_bytes=max(m.input_bytes if is_first else m.middle_bytes for m in timings),
                 selective_bytes=selective_bytes,
+                exact_selective_bytes=max(0, *(one.exact_selective_bytes for one in own)),
                 selective_s=_median(selective) if is_part else None,
                 selective_extra_bytes=max(one.selective_extra_bytes for one in own),
                 movable_input_bytes=moves_inputs
@@ -340,42 +348,59 @@ def _again_s(timings: LayerTimings, between: Seconds, *names: str) -> float:
 
 
 def _replay_s(part: PartTimings, between: Seconds) -> float:
-    """Seconds that its replays took in backward."""
-    return sum(between(*span) for span in part.replays)
+    """Seconds that its replays took in backward, and decoding."""
+    return sum(between(*span) for span in (*part.replays, *part.decodings))
 
 
 def _replayed(own: Sequence[PartTimings], between: Seconds) -> dict[str, Any]:
     """What is replayed of a part, by the names of its profile."""
+    replay_s = _median(sum(between(*span) for span in one.replays) for one in own)
+    codec_s = _median(
+        sum(between(*span) for span in (*one.encodings, *one.decodings))
+        if one.codec_spared_bytes
+        else 0.0
+        for one in own
+    )
     return {
         "replayed_bytes": max(one.replayed_bytes for one in own),
-        "replay_s": _median(_replay_s(one, between) for one in own),
+        "replay_s": replay_s + codec_s,
+        "codec_s": codec_s,
+        "codec_spared_bytes": max(one.codec_spared_bytes for one in own),
+        "exact_extra_bytes": max(one.exact_extra_bytes for one in own),
         "replay_extra_bytes": max(one.replay_extra_bytes for one in own),
         "only_for_replay_bytes": max(one.only_for_replay_bytes for one in own),
     }
 
 
-def _with_replay(
-    layer: LayerProfile, known: LayerProfile | None, unreplayed: Collection[tuple[int, str, str]]
+def _as_if_replayed(
+    layer: LayerProfile, known: LayerProfile | None, plan: Plan | None
 ) -> LayerProfile:
-    """The layer with what is replayed of it, as it was known, where that was kept now."""
-    if known is None:
+    """The layer as it was known, where it was kept without replay, or left as it is by a codec."""
+    if known is None or plan is None:
         return layer
     slower = layer.forward_s / known.forward_s if known.forward_s else 1.0
     before = {one.name: one for one in known.parts}
+    lines = {one.key: one for one in plan.parts if not (one.replays and one.encodes)}
     parts = []
     for part in layer.parts:
-        if (layer.chunk, layer.name, part.name) in unreplayed and part.name in before:
-            part = _part_with_replay(part, before[part.name], slower)
+        line, earlier = lines.get((layer.chunk, layer.name, part.name)), before.get(part.name)
+        if line is not None and earlier is not None:
+            known_bytes = earlier.exact_bytes if line.replays else earlier.all_bytes
+            part = _part_as_if_replayed(part, earlier, known_bytes, slower)
         parts.append(part)
     return dataclasses.replace(layer, parts=tuple(parts))
 
 
-def _part_with_replay(part: PartProfile, known: PartProfile, slower: float) -> PartProfile:
-    kept_bytes = part.movable_bytes + part.resident_bytes  # all that it saves
+def _part_as_if_replayed(
+    part: PartProfile, known: PartProfile, known_bytes: int, slower: float
+) -> PartProfile:
+    saved_bytes = part.movable_bytes + part.resident_bytes
     return dataclasses.replace(
-        _as_it_ran(_scaled(known, kept_bytes / max(known.all_bytes, 1)), part),
+        _as_it_ran(_scaled(known, saved_bytes / max(known_bytes, 1)), part),
         selective_s=part.selective_s,
-        replay_s=known.replay_s * slower,  # both layers' seconds say how fast the machine was
+        # Both layers' seconds say how fast the machine was.
+        replay_s=known.replay_s * slower,
+        codec_s=known.codec_s * slower,
     )
 
 
@@ -403,23 +428,14 @@ def _as_it_ran(known: PartProfile, part: PartProfile) -> PartProfile:
 
 
 def _scaled(part: PartProfile, scale: float) -> PartProfile:
-    return dataclasses.replace(
-        part,
-        movable_bytes=round(part.movable_bytes * scale),
-        resident_bytes=round(part.resident_bytes * scale),
-        produced_s=part.produced_s * scale,
-        first_use_s=part.first_use_s * scale,
-        recompute_s=None if part.recompute_s is None else part.recompute_s * scale,
-        input_bytes=round(part.input_bytes * scale),
-        selective_bytes=round(part.selective_bytes * scale),
-        selective_s=None if part.selective_s is None else part.selective_s * scale,
-        selective_extra_bytes=round(part.selective_extra_bytes * scale),
-        movable_input_bytes=round(part.movable_input_bytes * scale),
-        replayed_bytes=round(part.replayed_bytes * scale),
-        replay_s=part.replay_s * scale,
-        replay_extra_bytes=round(part.replay_extra_bytes * scale),
-        only_for_replay_bytes=round(part.only_for_replay_bytes * scale),
-    )
+    """The part with all bytes and seconds in proportion, and as many storages."""
+
+    def scaled(name: str, number: float) -> float:
+        if name.endswith("_bytes"):
+            return round(number * scale)
+        return number * scale if name.endswith("_s") else number
+
+    return with_numbers(scaled, part)
 
 
 def _median(values: Iterable[float]) -> float:

@@ -10,7 +10,8 @@ A timestamp is a clock reading on a CPU and an event in the stream on a GPU: fiv
 for each layer and micro-batch, some microseconds. Nothing waits for the device until the step is
 over. What compute waited for the engine is timed by the same clock (`ComputeWaits`); how often it
 had waited is noted with each timestamp, and these waits are left out of the durations: a layer
-takes as long as it would if nothing had to be waited for.
+takes as long as it would if nothing had to be waited for. So is what a codec computes in forward,
+which a plan may leave out.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Profiler:
 
     Attributes:
         steps: measured so far, complete passes only.
+        encodings: when a codec encoded what these saved.
         sizes: of the largest micro-batch since they were cleared.
         order: of the passes since it was cleared, also of steps that are not measured; None: it
             is not recorded.
@@ -62,6 +64,7 @@ class Profiler:
         head: HeadMemory | None = None,
     ) -> None:
         self.steps: list[list[PassTimings]] = []
+        self.encodings: list[TimeSpan] = []
         self.sizes: dict[str, int] = {}
         self.order: list[Pass] | None = None
         self._device = device
@@ -107,10 +110,11 @@ class Profiler:
     def clear(self) -> None:
         """Forgets the steps measured so far."""
         self.steps.clear()
+        self.encodings.clear()
 
     def now(self) -> Timestamp:
-        """Notes the device's present time and how often compute has waited so far."""
-        return Timestamp(self._device.timestamp(), self._num_waits())
+        """Notes the device's present time, and how often others have had their turn so far."""
+        return Timestamp(self._device.timestamp(), self._num_waits(), len(self.encodings))
 
     # -- Passes ---------------------------------------------------------------------------------
 
@@ -310,8 +314,11 @@ class Profiler:
         for storage, size in spared.items():
             if size >= self._min_bytes:
                 found.selective_bytes += size
+                found.exact_selective_bytes += size
                 self._spared[storage] = found, size
-        found.selective_bytes -= sum(size for size in more if size >= self._min_bytes)
+        more_bytes = sum(size for size in more if size >= self._min_bytes)
+        found.selective_bytes -= more_bytes
+        found.exact_selective_bytes -= more_bytes
         found.selective_extra_bytes += extra_bytes
 
     # -- What the engine tells (`Observer`) -------------------------------------------------------
@@ -336,7 +343,9 @@ class Profiler:
             part.movable_bytes += num_bytes
             part.num_storages += 1
 
-    def replays(self, scope: Scope, storage: torch.UntypedStorage, copied_bytes: int) -> None:
+    def replays(
+        self, scope: Scope, storage: torch.UntypedStorage, copied_bytes: int, codes_bytes: int
+    ) -> None:
         """Notes a storage that backward computes again, as `Observer` asks."""
         part, num_bytes = self._part(scope), storage.nbytes()
         if part is None:
@@ -348,6 +357,11 @@ class Profiler:
         self._replayed[scope] = part
         by_selective, spared_bytes = self._spared.pop(storage._cdata, (part, 0))
         by_selective.selective_bytes -= spared_bytes
+        if codes_bytes:
+            part.codec_spared_bytes += num_bytes - codes_bytes
+        else:
+            part.exact_extra_bytes = max(part.exact_extra_bytes, num_bytes)
+            by_selective.exact_selective_bytes -= spared_bytes
 
     def saves_for_replay(self, scope: Scope, num_bytes: int) -> None:
         """Notes bytes that are not saved without replay, as `Observer` asks."""
@@ -355,13 +369,22 @@ class Profiler:
             part.only_for_replay_bytes += num_bytes
 
     @contextlib.contextmanager
-    def replaying(self, scope: Scope) -> Iterator[None]:
+    def encoding(self, scope: Scope) -> Iterator[None]:
+        """Times a codec in forward, as `Observer` asks."""
+        part, began = self._part(scope), self.now()
+        yield
+        if part is not None:
+            part.encodings.append((began, self.now()))
+            self.encodings.append(part.encodings[-1])
+
+    @contextlib.contextmanager
+    def replaying(self, scope: Scope, *, decodes: bool) -> Iterator[None]:
         """Times a replay, as `Observer` asks."""
         began = self.now()
         yield
         part = self._replayed.get(scope)
         if part is not None:
-            part.replays.append((began, self.now()))
+            (part.decodings if decodes else part.replays).append((began, self.now()))
 
     def _may_wait_on_a_tier(self, tensor: torch.Tensor) -> bool:
         """Whether it can leave memory: others hold the leaves among what goes into a layer."""

@@ -47,12 +47,16 @@ class PartProfile:
         selective_s: forward seconds for that; None: not possible.
         selective_extra_bytes: that this takes in backward beyond what it produces.
         replayed_bytes: that it saves and that are neither kept nor moved, but computed again from
-            the others when backward needs them. All of them are there where it is recomputed, or
-            kept without replay.
+            the others when backward needs them, or decoded. All of them are there where it is
+            recomputed, or kept without replay.
         replay_s: seconds in backward for that, unless it is recomputed or kept without replay.
         replay_extra_bytes: of them, those that are in memory at a time.
         only_for_replay_bytes: of the movable and the resident ones, those that are saved only so
             that others can be computed again.
+        codec_spared_bytes: by how many a codec makes the movable ones fewer.
+        codec_s: of `replay_s`, to encode and to decode: the former in forward, counted here.
+        exact_extra_bytes: `replay_extra_bytes` where nothing is encoded.
+        exact_selective_bytes: `selective_bytes` where nothing is.
     """
 
     name: str
@@ -71,6 +75,10 @@ class PartProfile:
     replay_s: float = 0.0
     replay_extra_bytes: int = 0
     only_for_replay_bytes: int = 0
+    codec_spared_bytes: int = 0
+    codec_s: float = 0.0
+    exact_extra_bytes: int = 0
+    exact_selective_bytes: int = 0
 
     @property
     def spared_bytes(self) -> int:
@@ -81,6 +89,11 @@ class PartProfile:
     def all_bytes(self) -> int:
         """Bytes that forward saves without replay, and that are there while it is recomputed."""
         return self.movable_bytes + self.resident_bytes + self.spared_bytes
+
+    @property
+    def exact_bytes(self) -> int:
+        """Bytes that forward saves with replay and without a codec."""
+        return self.movable_bytes + self.resident_bytes + self.codec_spared_bytes
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,16 @@ from megatron.offload.activations.placement.policy import WHOLE_LAYER
 
 
 class Timestamp(NamedTuple):
-    """A moment of the device, and how often compute had waited for the engine until then."""
+    """A moment of the device, and what had happened until then that no layer's time contains.
+
+    Attributes:
+        num_waits: how often compute had waited for the engine.
+        num_encodings: how often a codec had encoded what forward saves.
+    """
 
     timestamp: Any
     num_waits: int
+    num_encodings: int = 0
 
 
 TimeSpan = tuple[Timestamp, Timestamp]
@@ -36,7 +42,12 @@ class PartTimings:
     replayed_bytes: int = 0  # in storages that backward computes again from others
     replay_extra_bytes: int = 0  # the largest of these
     only_for_replay_bytes: int = 0  # of the movable and the resident ones
-    replays: list[TimeSpan] = field(default_factory=list)  # when it did
+    replays: list[TimeSpan] = field(default_factory=list)  # when it did, of what is not encoded
+    codec_spared_bytes: int = 0  # of the storages that a codec encodes, beyond what it makes
+    exact_extra_bytes: int = 0  # the largest of the replayed ones that it does not
+    exact_selective_bytes: int = 0  # `selective_bytes`, and of what it encodes
+    encodings: list[TimeSpan] = field(default_factory=list)  # in forward
+    decodings: list[TimeSpan] = field(default_factory=list)  # in backward
 
 
 @dataclass

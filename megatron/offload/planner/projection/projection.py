@@ -313,9 +313,11 @@ def _part(
     large = [one for one in of.saved(work) if one.num_bytes >= of.min_bytes]
     moved = [of.stored_bytes(one) for one in large]
     encoded = [one for one in large if of.stored_bytes(one) < one.num_bytes]
-    again = [one.num_bytes for one in (*of.replayed(work), *encoded)]
+    replayed = [one.num_bytes for one in of.replayed(work)]
+    again = [*replayed, *(one.num_bytes for one in encoded)]
     only_then = [one for one in of.saved(work) if one.only_for_replay or one in encoded]
-    selective = [of.stored_bytes(one) for one in large if one.name in work.selective]
+    again_large = [one for one in large if one.name in work.selective]
+    selective = [one.num_bytes for one in again_large]
     return PartProfile(
         name=work.name,
         movable_bytes=sum(moved),
@@ -325,16 +327,20 @@ def _part(
         first_use_s=first_use_s,
         recompute_s=of.forward_s(work),
         input_bytes=input_bytes,
-        selective_bytes=sum(selective),
+        selective_bytes=sum(map(of.stored_bytes, again_large)),
         selective_s=of.selective_s(work) if selective else None,
         selective_extra_bytes=max(selective, default=0),  # the result, once more
         movable_input_bytes=_movable(of, input_bytes),
         replayed_bytes=sum(again),
-        replay_s=of.replay_s(work) + of.codec_s(work),  # a part that is kept exactly has neither
+        replay_s=of.replay_s(work) + of.codec_s(work),
         # A norm's come one after the other, of which the last is made of the one before it; so do
         # the activation function's result and the product with it.
         replay_extra_bytes=sum(sorted(again)[-2:]),
         only_for_replay_bytes=sum(map(of.stored_bytes, only_then)),
+        codec_spared_bytes=sum(one.num_bytes - of.stored_bytes(one) for one in encoded),
+        codec_s=of.codec_s(work),
+        exact_extra_bytes=sum(sorted(replayed)[-2:]),
+        exact_selective_bytes=sum(selective),
     )
 
 

@@ -41,6 +41,7 @@ PART = _row(
     *("input_bytes", "movable_input_bytes"),
     *("selective_bytes", "selective_s", "selective_extra_bytes"),
     *("spared_bytes", "replay_s", "replay_extra_bytes"),
+    *("codec_spared_bytes", "codec_s", "exact_extra_bytes", "exact_selective_bytes"),
     "storages_each",  # in a piece
     num_pieces=np.int64,
 )
@@ -183,7 +184,10 @@ def _part_row(part: PartProfile, produced_s: float, use_s: float, num_parts: int
     selective = part.selective_bytes, part.selective_s or 0.0, part.selective_extra_bytes
     inputs = part.input_bytes, part.movable_input_bytes
     replay = part.spared_bytes, part.replay_s, part.replay_extra_bytes
-    return *sizes, *seconds, *inputs, *selective, *replay, storages / pieces, pieces
+    codec = part.codec_spared_bytes, part.codec_s
+    exact = part.exact_extra_bytes, part.exact_selective_bytes
+    moved = storages / pieces, pieces
+    return *sizes, *seconds, *inputs, *selective, *replay, *codec, *exact, *moved
 
 
 def _in_order(layer: LayerProfile) -> list[tuple[PartProfile, float, float]]:

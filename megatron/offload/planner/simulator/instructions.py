@@ -14,13 +14,15 @@ from megatron.offload.planner.simulator.jit import compiled
 from megatron.offload.planner.simulator.rows import PIECE
 
 # Choices for a part. From `FIRST_TIER` on: the tier of that number. A part that is kept or moved
-# replays what it can; with `KEEP_ALL` it keeps that as well and replays nothing. `SELECTIVE_OFFSET`
-# is added to `KEEP` or a tier where its selective operations are recomputed and the rest is kept or
-# moved. `INPUT_OFFSET` is added to a recomputation whose input goes to the first tier, twice for
-# the next.
+# replays what it can, and a codec encodes the rest; with `KEEP_ALL` it keeps all as it is and
+# replays nothing. Added to `KEEP` or a tier are
+# `EXACT_OFFSET` where what is not replayed is kept or moved as it is;
+# `SELECTIVE_OFFSET` where its selective operations are recomputed;
+# and to a recomputation `INPUT_OFFSET`, if its input goes to the first tier, twice for the next.
 KEEP, RECOMPUTE_PART, RECOMPUTE_LAYER, KEEP_ALL, FIRST_TIER = 0, 1, 2, 3, 4
-SELECTIVE_OFFSET = 8
-INPUT_OFFSET = 16
+EXACT_OFFSET = 8
+SELECTIVE_OFFSET = 16
+INPUT_OFFSET = 32
 
 # Kinds of instructions, and what they are about
 COMPUTE, RECOMPUTE = 0, 1  # layer (-1: outside), seconds
@@ -35,16 +37,29 @@ INSTRUCTION = np.dtype([("kind", np.int64), ("where", np.int64), ("amount", np.f
 
 
 @compiled
+def base_of(choice: int) -> int:
+    """The choice without what is added to it."""
+    return choice % EXACT_OFFSET
+
+
+@compiled
+def is_exact(choice: int) -> bool:
+    """Whether a part that a codec could encode is kept or moved as it is, and yet replays."""
+    return choice // EXACT_OFFSET % 2 == 1
+
+
+@compiled
+def is_selective(choice: int) -> bool:
+    """Whether a part's selective operations are recomputed, whatever becomes of the rest."""
+    return choice // SELECTIVE_OFFSET % 2 == 1
+
+
+@compiled
 def _tier(choice: int) -> int:
     """The tier that bytes go to; below 0: none."""
     if choice >= INPUT_OFFSET:
         return choice // INPUT_OFFSET - 1
-    return choice % SELECTIVE_OFFSET - FIRST_TIER
-
-
-@compiled
-def _is_selective(choice: int) -> bool:
-    return choice // SELECTIVE_OFFSET % 2 == 1
+    return base_of(choice) - FIRST_TIER
 
 
 @compiled
@@ -54,7 +69,7 @@ def _num_pieces(stage: StageArrays, choice: int, layer: int, part: int) -> int:
         return 0
     if choice < INPUT_OFFSET:
         return stage.parts[part].num_pieces
-    of_layer = choice % SELECTIVE_OFFSET == RECOMPUTE_LAYER
+    of_layer = base_of(choice) == RECOMPUTE_LAYER
     return 0 if of_layer and part > stage.layer_part[layer] else 1
 
 
@@ -107,7 +122,24 @@ def _saved_bytes(part: Row, choice: int) -> float:
     """What a part keeps or moves: movable bytes that selective operations do not produce again."""
     if choice == KEEP_ALL:
         return part.movable_bytes + part.spared_bytes
-    return part.movable_bytes - (part.selective_bytes if _is_selective(choice) else 0.0)
+    all_bytes = part.movable_bytes + (part.codec_spared_bytes if is_exact(choice) else 0.0)
+    return all_bytes - _selective_bytes(part, choice)
+
+
+@compiled
+def _selective_bytes(part: Row, choice: int) -> float:
+    """What selective operations produce again."""
+    if not is_selective(choice):
+        return 0.0
+    return part.exact_selective_bytes if is_exact(choice) else part.selective_bytes
+
+
+@compiled
+def _replay_s(part: Row, choice: int) -> float:
+    """What a part that is kept or moved takes to replay and, unless it is exact, to encode."""
+    if choice == KEEP_ALL:
+        return 0.0
+    return part.replay_s - (part.codec_s if is_exact(choice) else 0.0)
 
 
 @compiled
@@ -115,7 +147,7 @@ def _moved_input_bytes(stage: StageArrays, choice: int, layer: int, part: int) -
     """Of what a recomputation starts from, what goes to a tier meanwhile."""
     if choice < INPUT_OFFSET:
         return 0.0
-    if choice % SELECTIVE_OFFSET == RECOMPUTE_LAYER:
+    if base_of(choice) == RECOMPUTE_LAYER:
         return stage.layers[layer].movable_input_bytes
     return stage.parts[part].movable_input_bytes
 
@@ -144,15 +176,14 @@ def pass_seconds(stage: StageArrays, choices: Ints) -> tuple[Floats, Floats]:
             forward_s[chunk] += stage.layers[layer].forward_s
             backward_s[chunk] += stage.layers[layer].backward_s
             for part in range(stage.layer_part[layer], stage.layer_part[layer + 1]):
-                if choices[part] % SELECTIVE_OFFSET == RECOMPUTE_LAYER:
+                if base_of(choices[part]) == RECOMPUTE_LAYER:
                     backward_s[chunk] += stage.layers[layer].recompute_s
                     break
-                if choices[part] % SELECTIVE_OFFSET == RECOMPUTE_PART:
+                if base_of(choices[part]) == RECOMPUTE_PART:
                     backward_s[chunk] += stage.parts[part].recompute_s
                     continue
-                if choices[part] != KEEP_ALL:
-                    backward_s[chunk] += stage.parts[part].replay_s
-                if _is_selective(choices[part]):
+                backward_s[chunk] += _replay_s(stage.parts[part], choices[part])
+                if is_selective(choices[part]):
                     backward_s[chunk] += stage.parts[part].selective_s
     return forward_s, backward_s
 
@@ -218,7 +249,7 @@ def _is_recomputed(stage: StageArrays, choices: Ints, layer: int) -> bool:
     first = stage.layer_part[layer]
     if first == stage.layer_part[layer + 1]:
         return False
-    return choices[first] % SELECTIVE_OFFSET == RECOMPUTE_LAYER
+    return base_of(choices[first]) == RECOMPUTE_LAYER
 
 
 @compiled
@@ -256,7 +287,7 @@ def _forward(
         of_part, choice = stage.parts[part], choices[part]
         size, seconds = of_part.resident_bytes, of_part.produced_s - now
         now = of_part.produced_s
-        if choice % SELECTIVE_OFFSET == RECOMPUTE_PART:
+        if base_of(choice) == RECOMPUTE_PART:
             size += of_part.input_bytes
             at = _add(instructions, at, MEMORY, layer, size)
             if stage.by_operation and _num_pieces(stage, choice, layer, part):
@@ -331,7 +362,7 @@ def _backward(
         now, again = part.first_use_s, 0.0
         until = parts[number - 1].first_use_s if number > 0 else row.backward_s
         freed = part.resident_bytes
-        if choice % SELECTIVE_OFFSET == RECOMPUTE_PART:
+        if base_of(choice) == RECOMPUTE_PART:
             if pieces:
                 at = _add(instructions, at, USE, piece - 1, 0.0)
             again = part.movable_bytes + part.spared_bytes - part.input_bytes
@@ -347,25 +378,26 @@ def _backward(
             at = _add(instructions, at, COMPUTE, layer, until - now)
             freed += _saved_bytes(part, choice)
         else:
-            at = _add(instructions, at, MEMORY_REPLAYED, layer, part.replay_extra_bytes)
-            if _is_selective(choice):
-                again = part.selective_bytes + part.selective_extra_bytes
+            replay_s, replayed_bytes = _replay_s(part, choice), part.replay_extra_bytes
+            if is_exact(choice):
+                replayed_bytes = part.exact_extra_bytes
+            at = _add(instructions, at, MEMORY_REPLAYED, layer, replayed_bytes)
+            if is_selective(choice):
+                again = _selective_bytes(part, choice) + part.selective_extra_bytes
                 at = _add(instructions, at, MEMORY_AGAIN, layer, again)
                 at = _add(instructions, at, RECOMPUTE, layer, part.selective_s)
-                freed += part.selective_extra_bytes
-            if pieces:
-                freed += part.movable_bytes - _saved_bytes(part, choice)
-            else:
-                at = _add(instructions, at, RECOMPUTE, layer, part.replay_s)
+                freed += again
+            if not pieces:
+                at = _add(instructions, at, RECOMPUTE, layer, replay_s)
                 at = _add(instructions, at, COMPUTE, layer, until - now)
-                freed += part.movable_bytes
+                freed += _saved_bytes(part, choice)
             for _ in range(pieces):
                 piece -= 1
                 at = _add(instructions, at, USE, piece, 0.0)
-                at = _add(instructions, at, RECOMPUTE, layer, part.replay_s / pieces)
+                at = _add(instructions, at, RECOMPUTE, layer, replay_s / pieces)
                 at = _add(instructions, at, COMPUTE, layer, (until - now) / pieces)
                 at = _add(instructions, at, DROP, piece, 0.0)
-            at = _add(instructions, at, MEMORY_REPLAYED, layer, -part.replay_extra_bytes)
+            at = _add(instructions, at, MEMORY_REPLAYED, layer, -replayed_bytes)
         at = _add(instructions, at, MEMORY_AGAIN, layer, -again)
         at = _add(instructions, at, MEMORY, layer, again - freed)
         now = until

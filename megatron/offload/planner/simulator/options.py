@@ -14,9 +14,10 @@ import numpy as np
 from megatron.offload.activations.placement.plan import Plan, PlannedPart
 from megatron.offload.activations.placement.policy import SELECTIVE, WHOLE_LAYER, Placement
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.planner.profile.stage_profile import LayerProfile, StageProfile
+from megatron.offload.planner.profile.stage_profile import LayerProfile, PartProfile, StageProfile
 from megatron.offload.planner.simulator.arrays import Ints
 from megatron.offload.planner.simulator.instructions import (
+    EXACT_OFFSET,
     FIRST_TIER,
     INPUT_OFFSET,
     KEEP,
@@ -24,22 +25,35 @@ from megatron.offload.planner.simulator.instructions import (
     RECOMPUTE_LAYER,
     RECOMPUTE_PART,
     SELECTIVE_OFFSET,
+    base_of,
+    is_exact,
+    is_selective,
 )
-
-
-def is_selective(choice: int) -> bool:
-    """Whether a part's selective operations are recomputed, whatever becomes of the rest."""
-    return choice // SELECTIVE_OFFSET % 2 == 1
 
 
 def recomputes_layer(choice: int) -> bool:
     """Whether a part's layer is recomputed as a whole, wherever its input waits."""
-    return choice % SELECTIVE_OFFSET == RECOMPUTE_LAYER
+    return base_of(choice) == RECOMPUTE_LAYER
 
 
 def from_tier(choice: int, tier: int) -> int:
     """A recomputation whose input waits on the tier of that number."""
     return choice + INPUT_OFFSET * (1 + tier)
+
+
+def saved_bytes(part: PartProfile, choice: int) -> int:
+    """Bytes of a part that a choice keeps or moves; of a recomputed one those that it has."""
+    if choice == KEEP_ALL:
+        return part.movable_bytes + part.spared_bytes
+    all_bytes = part.movable_bytes + (part.codec_spared_bytes if is_exact(choice) else 0)
+    return all_bytes - selective_bytes(part, choice)
+
+
+def selective_bytes(part: PartProfile, choice: int) -> int:
+    """Bytes of a part that its selective operations produce again."""
+    if not is_selective(choice):
+        return 0
+    return part.exact_selective_bytes if is_exact(choice) else part.selective_bytes
 
 
 class Choices:
@@ -80,7 +94,9 @@ class Choices:
         again = [RECOMPUTE_PART] if own else []
         if own and profile.movable_input_bytes:
             again += [from_tier(RECOMPUTE_PART, n) for n in range(len(self.profile.tiers))]
-        return [*kept, *again, *tiers, *selective]
+        ways = [*stays, *selective]
+        exact = [choice + EXACT_OFFSET for choice in ways] if profile.codec_spared_bytes else []
+        return [*kept, *again, *tiers, *selective, *exact]
 
     def of_layer(self, layer: LayerProfile) -> list[int]:
         """The ways to recompute a layer as a whole; one is then the choice of all of its parts."""
@@ -90,17 +106,14 @@ class Choices:
         return [RECOMPUTE_LAYER, *(from_tier(RECOMPUTE_LAYER, n) for n in tiers)]
 
     def all(self, choice: int) -> Ints:
-        """This choice where a part allows it, else without what is on top of it, else `KEEP`.
-
-        On top: selective recompute, or the tier that the input of a recomputation goes to.
-        """
+        """This choice where a part allows it, else without what is added to it, else `KEEP`."""
         chosen = np.zeros(self.num_parts, np.int64)
         for layer, options, (begin, end) in zip(
             self.profile.layers, self.options, self.spans, strict=True
         ):
             allowed = [self.of_part(layer, n) for n in range(end - begin)]
             wanted = tuple(
-                next((one for one in (choice, choice % SELECTIVE_OFFSET) if one in own), KEEP)
+                next((one for one in (choice, base_of(choice)) if one in own), KEEP)
                 for own in allowed
             )
             if recomputes_layer(choice):
@@ -134,15 +147,15 @@ class Choices:
                 continue
             for number, part in enumerate(layer.parts, begin):
                 choice, reason = int(chosen[number]), reasons[number] if reasons else ""
-                selective_bytes = part.selective_bytes if is_selective(choice) else 0
-                size, replays = part.movable_bytes - selective_bytes, choice != KEEP_ALL
-                if not replays:
-                    size += part.spared_bytes
-                rest = part.name, self.placement(choice), size
-                start = self.input_placement(choice)
-                lines.append(PlannedPart(layer.chunk, layer.name, *rest, reason, start, replays))
+                rest = part.name, self.placement(choice), saved_bytes(part, choice)
+                start, how = (
+                    self.input_placement(choice),
+                    (choice != KEEP_ALL, not is_exact(choice)),
+                )
+                lines.append(PlannedPart(layer.chunk, layer.name, *rest, reason, start, *how))
                 if is_selective(choice):
-                    again = part.name + SELECTIVE, Placement.RECOMPUTE, selective_bytes
+                    size = selective_bytes(part, choice)
+                    again = part.name + SELECTIVE, Placement.RECOMPUTE, size
                     took = f"runs again in {1000 * (part.selective_s or 0.0):.2g} ms"
                     reason = took if reasons else ""
                     lines.append(PlannedPart(layer.chunk, layer.name, *again, reason))
@@ -150,9 +163,9 @@ class Choices:
 
     def placement(self, choice: int) -> Placement:
         """Says a choice as a plan's placement."""
-        if choice % SELECTIVE_OFFSET in (KEEP, KEEP_ALL):
+        if base_of(choice) in (KEEP, KEEP_ALL):
             return Placement.KEEP
-        return self._placements.get(choice % SELECTIVE_OFFSET, Placement.RECOMPUTE)
+        return self._placements.get(base_of(choice), Placement.RECOMPUTE)
 
     def input_placement(self, choice: int) -> Placement:
         """Where what a recomputation starts from goes."""
@@ -166,8 +179,7 @@ class Choices:
             for number, part in enumerate(layer.parts, begin):
                 choice = int(chosen[number])
                 if (placement := self.placement(choice)) in moved:
-                    selective_bytes = part.selective_bytes if is_selective(choice) else 0
-                    moved[placement] += part.movable_bytes - selective_bytes
+                    moved[placement] += saved_bytes(part, choice)
                 elif (start := self.input_placement(choice)) in moved:
                     of_layer = recomputes_layer(choice)
                     if not of_layer or number == begin:
@@ -228,10 +240,12 @@ class Choices:
             if line.part == part.name:
                 can_move = part.movable_input_bytes > 0
                 keeps_all = not line.replays and part.replayed_bytes > 0
+                exact = not line.encodes and part.codec_spared_bytes > 0 and not keeps_all
                 for choice in self.of_part(layer, number):
                     if (
                         self.placement(choice) is line.placement
                         and (choice == KEEP_ALL) is keeps_all
+                        and is_exact(choice) is exact
                         and self._starts_as(line, choice, can_move=can_move)
                     ):
                         found[number] = choice

@@ -11,15 +11,18 @@ import math
 from megatron.offload.activations.placement.policy import Placement
 from megatron.offload.planner.simulator.arrays import Ints
 from megatron.offload.planner.simulator.instructions import (
+    EXACT_OFFSET,
     FIRST_TIER,
     INPUT_OFFSET,
     KEEP,
     KEEP_ALL,
     RECOMPUTE_LAYER,
     RECOMPUTE_PART,
-    SELECTIVE_OFFSET,
+    base_of,
+    is_exact,
+    is_selective,
 )
-from megatron.offload.planner.simulator.options import is_selective, recomputes_layer
+from megatron.offload.planner.simulator.options import recomputes_layer
 from megatron.offload.planner.simulator.timeline import Cost, Timeline
 
 _NOTICEABLE = 1e-5  # of a step
@@ -68,12 +71,12 @@ class Reasons:
         if choice == KEEP_ALL:
             return self._of_unreplayed(others[KEEP])
         replays = others.pop(KEEP_ALL, None) is not None
-        if choice % SELECTIVE_OFFSET == KEEP:
+        if is_exact(choice):
+            return self._of_exact(others[choice - EXACT_OFFSET])
+        if base_of(choice) == KEEP:
             return self._of_kept(others, "no room without replay" if replays else "")
-        if choice % SELECTIVE_OFFSET >= FIRST_TIER:
-            return self._of_moved(
-                others[choice // SELECTIVE_OFFSET * SELECTIVE_OFFSET + KEEP], others
-            )
+        if base_of(choice) >= FIRST_TIER:
+            return self._of_moved(others[choice - base_of(choice) + KEEP], others)
         return self._of_recomputed(others)
 
     def _of_unreplayed(self, replayed: Cost) -> str:
@@ -82,16 +85,20 @@ class Reasons:
             return f"replaying it would cost {_ms(costs_s)}"
         return "there is room"
 
+    def _of_exact(self, encoded: Cost) -> str:
+        costs_s = self._slower_s(encoded)
+        return f"encoding it would cost {_ms(costs_s)}" if costs_s > 0 else "there is room"
+
     def _of_kept(self, others: dict[int, Cost], why_replayed: str) -> str:
         if not others:
             return why_replayed or "cannot be elsewhere"
         if self._fits_everything():
             return "there is room"
-        moved = {c: cost for c, cost in others.items() if c % SELECTIVE_OFFSET >= FIRST_TIER}
+        moved = {c: cost for c, cost in others.items() if base_of(c) >= FIRST_TIER}
         fastest = min(moved or others, key=lambda c: others[c].step_s)
         costs_s = self._slower_s(others[fastest])
         if costs_s > 0:
-            what = "recomputing" if fastest % SELECTIVE_OFFSET < FIRST_TIER else "moving"
+            what = "recomputing" if base_of(fastest) < FIRST_TIER else "moving"
             return f"{what} it would cost {_ms(costs_s)}"
         if others[fastest].written_bytes <= self._cost.written_bytes:
             return "used at once"
@@ -109,7 +116,7 @@ class Reasons:
         return f"no room; costs {_ms(saved_s)}"
 
     def _of_recomputed(self, others: dict[int, Cost]) -> str:
-        moved = {c: cost for c, cost in others.items() if c % SELECTIVE_OFFSET >= FIRST_TIER}
+        moved = {c: cost for c, cost in others.items() if base_of(c) >= FIRST_TIER}
         if not moved:
             return "no room"
         fastest = min(moved, key=lambda c: moved[c].step_s)
@@ -132,7 +139,9 @@ class Reasons:
         choices = [
             c
             for c in self._choices.of_part(profile, part)
-            if c < INPUT_OFFSET and (is_selective(c) == is_selective(now) or c == RECOMPUTE_PART)
+            if c < INPUT_OFFSET
+            and (is_selective(c) == is_selective(now) or c == RECOMPUTE_PART)
+            and is_exact(c) <= is_exact(now)
         ]
         whole = [RECOMPUTE_LAYER] if profile.recompute_s is not None else []
         return [c for c in (*choices, *whole) if c != now]

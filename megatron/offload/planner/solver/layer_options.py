@@ -20,9 +20,11 @@ from megatron.offload.planner.simulator.instructions import (
     KEEP,
     KEEP_ALL,
     RECOMPUTE_PART,
-    SELECTIVE_OFFSET,
+    base_of,
+    is_exact,
+    is_selective,
 )
-from megatron.offload.planner.simulator.options import Choices, is_selective
+from megatron.offload.planner.simulator.options import Choices, saved_bytes
 
 ALL = -1  # parts of a layer
 
@@ -72,7 +74,7 @@ def option_of(layer: LayerProfile, place: Place, num_tiers: int) -> LayerOption:
         live = float(sum(part.all_bytes for part in layer.parts)) + layer.input_bytes
         return LayerOption(stays, live, layer.recompute_s or 0.0, moved)
     part = layer.parts[place.part]
-    if choice % SELECTIVE_OFFSET == RECOMPUTE_PART:
+    if base_of(choice) == RECOMPUTE_PART:
         resident = float(part.resident_bytes + stays)
         # While backward runs through the parts after it, nothing of it is there.
         is_last = place.part == len(layer.parts) - 1
@@ -80,18 +82,17 @@ def option_of(layer: LayerProfile, place: Place, num_tiers: int) -> LayerOption:
         return LayerOption(resident, live, part.recompute_s or 0.0, moved)
     if choice == KEEP_ALL:
         return LayerOption(part.all_bytes, part.all_bytes, 0.0, moved)
-    resident, size = float(part.resident_bytes), float(part.movable_bytes)
-    everything = resident + size + part.replay_extra_bytes
-    if is_selective(choice):
-        size -= part.selective_bytes
-    if choice % SELECTIVE_OFFSET == KEEP:
+    resident, size = float(part.resident_bytes), float(saved_bytes(part, choice))
+    live, replay_s = resident + part.movable_bytes + part.replay_extra_bytes, part.replay_s
+    if is_exact(choice):
+        live, replay_s = part.exact_bytes + part.exact_extra_bytes, replay_s - part.codec_s
+    if base_of(choice) == KEEP:
         resident += size
     else:
-        moved[choice % SELECTIVE_OFFSET - FIRST_TIER] += size
-    if not is_selective(choice):
-        return LayerOption(resident, everything, part.replay_s, moved)
-    live = everything + part.selective_extra_bytes
-    return LayerOption(resident, live, part.replay_s + (part.selective_s or 0.0), moved)
+        moved[base_of(choice) - FIRST_TIER] += size
+    if is_selective(choice):
+        live, replay_s = live + part.selective_extra_bytes, replay_s + (part.selective_s or 0.0)
+    return LayerOption(resident, live, replay_s, moved)
 
 
 def average(options: Sequence[LayerOption]) -> LayerOption:

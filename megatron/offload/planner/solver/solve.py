@@ -8,6 +8,7 @@ everywhere: effort is counted in simulated events, never in seconds.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from dataclasses import replace
@@ -26,6 +27,7 @@ from megatron.offload.planner.simulator.instructions import (
 )
 from megatron.offload.planner.simulator.options import from_tier
 from megatron.offload.planner.simulator.timeline import Cost, Timeline, prediction_of
+from megatron.offload.planner.solver.encoded_layers import encoded_in_turn
 from megatron.offload.planner.solver.explain import Reasons
 from megatron.offload.planner.solver.formulation import Program
 from megatron.offload.planner.solver.local_search import Goal, Search, Value
@@ -33,6 +35,7 @@ from megatron.offload.sizes import format_size
 
 _MOST_EVENTS = 300_000
 _MOST_TIMES = 32  # that, for steps of which all micro-batches are simulated
+_TIMES_WITH_CODEC = 8  # that, where each part has as many choices again
 _SHARE = 0.4  # of what is left of it, for the next starting point
 _FEWEST_PROGRAMS, _MOST_PROGRAMS = 3, 8  # the latter until one keeps to the budget
 _MOST_KICKS = 8
@@ -128,6 +131,10 @@ class _Solution:
         self._choices = self._timeline.choices
         times = profile.num_micro_batches if profile.position.units else 1
         self._most_events = _MOST_EVENTS * min(times, _MOST_TIMES)
+        layers = profile.layers
+        self._encodes = any(part.codec_spared_bytes for one in layers for part in one.parts)
+        if self._encodes:
+            self._most_events *= _TIMES_WITH_CODEC
         self._search = Search(self._timeline, self._most_events)
         self._program = Program(profile, self._choices)
         self._budget_bytes = budget_bytes
@@ -251,7 +258,23 @@ class _Solution:
         selective = (choice + SELECTIVE_OFFSET for choice in places)
         again = (from_tier(RECOMPUTE_LAYER, n) for n in range(len(self._profile.tiers)))
         every = (KEEP_ALL, *places, RECOMPUTE_LAYER, *again, *selective)
-        return [self._choices.all(choice) for choice in every]
+        return [*(self._choices.all(choice) for choice in every), *self._encoded_starts]
+
+    @functools.cached_property
+    def _encoded_starts(self) -> list[Ints]:
+        """The best choices where a codec encodes none, some and all layers; without one nothing."""
+        found: list[Ints] = []
+        if not self._encodes:
+            return found
+        allowed_s = self._limit_s - self._fastest.step_s
+        for some in encoded_in_turn(self._profile):
+            codec_s = some.seconds * self._profile.num_micro_batches
+            if self._max_slowdown is not None and codec_s > allowed_s:
+                continue
+            solution = _Solution(some.profile, self._budget_bytes, self._max_slowdown)
+            with contextlib.suppress(InfeasibleBudgetError):
+                found.append(some.choices(solution._solve()[0], self._choices))
+        return found
 
     def _improve(self, starts: list[Ints], goal: Goal, search: Search | None = None) -> Ints:
         """From all starting points, the most promising one first and with the most effort."""
