@@ -33,6 +33,7 @@ from megatron.offload.planner.simulator.instructions import (
     SELECTIVE_OFFSET,
 )
 from megatron.offload.planner.simulator.timeline import Timeline, prediction_of
+from megatron.offload.planner.solver.encoded_layers import encoded_in_turn
 from megatron.offload.planner.solver.layer_options import Place, option_of
 from megatron.offload.planner.solver.solve import solve
 from tests.support.stages import layer, part, stage, tier
@@ -215,6 +216,20 @@ def test_a_projection_with_a_codec_is_without_it_that_of_a_run_without_it(choice
         recompute_s=pytest.approx(without.recompute_s),
     )
     assert predicted(projected("int8"), choice).peak_bytes < without.peak_bytes
+
+
+def test_a_plan_with_some_layers_encoded_costs_what_it_says() -> None:
+    """Of the profile that has nothing to choose, and of the one that it was made of."""
+    profile, numbers = encoding(4, tiers=(tier(write=80.0, read=80.0),)), []
+    whole = Timeline(profile)
+    for some in encoded_in_turn(profile):
+        own = Timeline(some.profile)
+        for choice in (KEEP, KEEP_ALL, FIRST_TIER):
+            chosen = own.choices.all(choice)
+            found = some.choices(chosen, whole.choices)
+            assert prediction_of(whole.cost(found)) == prediction_of(own.cost(chosen))
+        numbers.append(some.seconds / 0.5)
+    assert numbers == [0, 1, 2, 3, 4]
 
 
 def test_with_a_codec_allowed_no_plan_is_worse_than_without() -> None:

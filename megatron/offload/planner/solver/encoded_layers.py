@@ -59,16 +59,14 @@ def encoded_in_turn(profile: StageProfile) -> Iterator[EncodedLayers]:
         for n, layer in enumerate(profile.layers)
         if any(part.codec_spared_bytes for part in layer.parts)
     ]
-    found = {
-        frozenset(
+    most = len(able)
+    for number in sorted({most * share // _SHARES for share in range(_SHARES + 1)}):
+        encoded = (
             n
             for place, n in enumerate(able)
-            if place * share // _SHARES < (place + 1) * share // _SHARES
+            if place * number // most < (place + 1) * number // most
         )
-        for share in range(_SHARES + 1)
-    }
-    for encoded in sorted(found, key=len):
-        yield EncodedLayers(profile, encoded)
+        yield EncodedLayers(profile, frozenset(encoded))
 
 
 def _encoded(part: PartProfile) -> PartProfile:
