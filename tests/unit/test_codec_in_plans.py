@@ -99,19 +99,21 @@ def test_beside_selective_recomputation_too() -> None:
     """Of the 20 bytes 5 are produced again, of the 8 two; the result is there once more."""
     selective = {"selective_bytes": 2, "exact_selective_bytes": 5, "selective_s": 0.125}
     own = part(selective_extra_bytes=5, **selective, **ENCODES)
-    profile = stage(layers=(layer(parts=(own,)),), tiers=(tier(write=80.0, read=80.0),))
+    layers = tuple(layer(f"decoder.{n}", parts=(own,)) for n in range(2))
+    profile = stage(layers=layers, tiers=(tier(write=80.0, read=80.0),))
     found = predicted(profile, KEEP + SELECTIVE_OFFSET)
-    assert (found.step_s, found.peak_bytes) == (3 + 0.75 + 0.125, 6 + 2 + 5 + 20)
+    assert (found.step_s, found.peak_bytes) == (2 * 3.875, 2 * 6 + 2 + 5 + 20)
     found = predicted(profile, KEEP_EXACT + SELECTIVE_OFFSET)
-    assert (found.step_s, found.peak_bytes) == (3 + 0.25 + 0.125, 15 + 5 + 5 + 3)
-    [one] = profile.layers
+    assert (found.step_s, found.peak_bytes) == (2 * 3.375, 2 * 15 + 5 + 5 + 3)
+    [one, _] = profile.layers
     option = option_of(one, Place(0, TIER_EXACT + SELECTIVE_OFFSET), 1)
     assert (option.live, option.recompute_s) == (20 + 3 + 5, 0.375)
     assert option.moved.tolist() == [15]
     choices = Timeline(profile).choices
-    plan = choices.plan(np.array([TIER_EXACT + SELECTIVE_OFFSET]))
-    assert [line.movable_bytes for line in plan.parts] == [15, 5]
-    assert choices.of_plan(plan).tolist() == [TIER_EXACT + SELECTIVE_OFFSET]
+    chosen = [TIER_EXACT + SELECTIVE_OFFSET, KEEP]
+    plan = choices.plan(np.array(chosen))
+    assert [line.movable_bytes for line in plan.parts] == [15, 5, 8]
+    assert choices.of_plan(plan).tolist() == chosen
 
 
 @pytest.mark.parametrize(
