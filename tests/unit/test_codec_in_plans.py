@@ -224,7 +224,7 @@ def test_a_plan_with_some_layers_encoded_costs_what_it_says() -> None:
     """Of the profile that has nothing to choose, and of the one that it was made of."""
     profile, numbers = encoding(4, tiers=(tier(write=80.0, read=80.0),)), []
     whole = Timeline(profile)
-    for some in encoded_in_turn(profile):
+    for some in encoded_in_turn(profile, 8):
         own = Timeline(some.profile)
         for choice in (KEEP, KEEP_ALL, FIRST_TIER):
             chosen = own.choices.all(choice)

@@ -16,8 +16,6 @@ from megatron.offload.planner.simulator.arrays import Ints
 from megatron.offload.planner.simulator.instructions import EXACT_OFFSET, FIRST_TIER, KEEP, base_of
 from megatron.offload.planner.simulator.options import Choices
 
-_SHARES = 8
-
 
 class EncodedLayers:
     """Some of a stage's layers.
@@ -52,15 +50,18 @@ class EncodedLayers:
         return found
 
 
-def encoded_in_turn(profile: StageProfile) -> Iterator[EncodedLayers]:
-    """None, all, and so many between of the layers that a codec could encode, evenly spread."""
+def encoded_in_turn(profile: StageProfile, shares: int) -> Iterator[EncodedLayers]:
+    """None of the layers that a codec could encode, one of so many shares of them, two, and all.
+
+    Those of a share are evenly spread.
+    """
     able = [
         n
         for n, layer in enumerate(profile.layers)
         if any(part.codec_spared_bytes for part in layer.parts)
     ]
     most = len(able)
-    for number in sorted({most * share // _SHARES for share in range(_SHARES + 1)}):
+    for number in sorted({most * share // shares for share in range(shares + 1)}):
         encoded = (
             n
             for place, n in enumerate(able)

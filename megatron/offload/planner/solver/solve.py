@@ -39,6 +39,8 @@ _TIMES_WITH_CODEC = 8  # that, where each part has as many choices again
 _SHARE = 0.4  # of what is left of it, for the next starting point
 _FEWEST_PROGRAMS, _MOST_PROGRAMS = 3, 8  # the latter until one keeps to the budget
 _MOST_KICKS = 8
+# Of the layers that a codec could encode. A slowdown leaves time for some of them.
+_SHARES_OF_BUDGET, _SHARES_OF_SLOWDOWN = 3, 8
 _MOST_CHECKS = 4
 _NEAR_LAYERS = 1  # that forward is launched ahead of the device where a plan bounds that
 _LEAST_GAIN = 0.005  # of time or memory, for a plan to bound it
@@ -267,7 +269,8 @@ class _Solution:
         if not self._encodes:
             return found
         allowed_s = self._limit_s - self._fastest.step_s
-        for some in encoded_in_turn(self._profile):
+        shares = _SHARES_OF_BUDGET if self._max_slowdown is None else _SHARES_OF_SLOWDOWN
+        for some in encoded_in_turn(self._profile, shares):
             codec_s = some.seconds * self._profile.num_micro_batches
             if self._max_slowdown is not None and codec_s > allowed_s:
                 continue
