@@ -7,6 +7,7 @@ MEGATRON_LM_PATH=/path/to/Megatron-LM pytest tests/megatron/test_measured_megatr
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,7 +53,7 @@ def test_rok_measures_it_in_a_pipeline(tmp_path: Path) -> None:
     printed = command("rok", tmp_path, *own)
     assert "pretrain_gpt.py, 8 layers, hidden size 128, sequence length 256" in printed
     assert "differs at step" not in printed
-    rows = [line for line in printed.splitlines() if line.startswith("2 ")]
+    rows = [line for line in printed.splitlines() if re.match(r"(keep|recompute|ssd) all ", line)]
     assert len(rows) == 5  # those without offload with either allocator
     assert os.path.getsize(tmp_path / "rok" / "rok.png") > 10_000
 
