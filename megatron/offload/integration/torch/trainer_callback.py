@@ -257,17 +257,12 @@ class TrainerOffload:
     def told_of_compilation(self) -> str:
         """A sentence for a trainer that compiles the model as a whole; empty: nothing to say."""
         said = []
-        mode = self._settings.get("mode")
-        if mode != "off" and not self._settings.get("inside_graphs"):
-            if mode != "keep":
-                said.append(
-                    "what activations move comes back before its compiled backward pass begins "
-                    "and stays until the end"
-                )
+        if self._settings.get("mode") not in ("off", "keep") and not self._settings.get(
+            "inside_graphs"
+        ):
             said.append(
-                "its graph ends where parts of the model begin, so results are those of compiled "
-                "without offload within rounding alone; give inside_graphs=True (PyTorch 2.11 or "
-                "newer) to have the same bits and one graph"
+                "what activations move comes back before its compiled backward pass begins and "
+                "stays until the end; give inside_graphs=True (PyTorch 2.11 or newer)"
             )
         if self._of_parameters is not None:
             said.append(
