@@ -246,3 +246,42 @@ def test_what_a_script_changes_behind_a_graph_is_an_error_or_seen(tmp_path: Path
         return str(model.first.weight.grad)
 
     assert run(tmp_path) == run(None)
+
+
+class Model(torch.nn.Module):
+    """A body and a head, which a training loop may call by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Stack()
+        self.head = torch.nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(self.head(x).tanh())
+
+
+@pytest.mark.parametrize("is_offloaded_first", [False, True])
+@pytest.mark.parametrize("mode", ["keep", "host"])
+def test_parts_of_a_model_do_not_end_its_graph(mode: Any, is_offloaded_first: bool) -> None:
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    model = Model()
+    how: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
+    call = None if is_offloaded_first else torch.compile(model, **how)
+    with offload_activations(model, mode=mode, min_bytes=1) as offload:
+        call = torch.compile(model, **how) if call is None else call
+        with torch.no_grad():
+            call(batch(0, 32))
+        call(batch(1, 32)).backward()
+        assert offload.statistics["kept_bytes" if mode == "keep" else "offloaded_bytes"] > 0
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_a_part_that_is_compiled_and_called_by_itself_is_seen() -> None:
+    torch.compiler.reset()
+    model = Model()
+    with offload_activations(model, mode="host", min_bytes=1) as offload:
+        call: Any = torch.compile(model.body, backend="aot_eager")
+        call(batch(0, 32)).backward()
+        assert offload.statistics["offloaded_storages"] > 3

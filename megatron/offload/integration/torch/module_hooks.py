@@ -14,6 +14,12 @@ Note [Layers that are graphs]
 A graph leaves the hooks of a layer out, also where the graph is that layer (`Module.compile`). Such
 a layer is called through `_CallOfGraph`, in the same attribute.
 
+Note [Parts within a graph]
+A model and parts of it are hooked, for some training loops call the parts by themselves. A graph
+of the model that ended at each part would be several, of other kernels and other last bits. So it
+leaves the parts' functions out: they are told of calls within a call for nothing. What runs when
+the graph is made shows it: the model's call is on the stack then.
+
 Note [Copied attributes]
 Libraries for meta-learning (learn2learn) copy a module by giving a new one a copy of its `__dict__`
 and parameters of its own. That one shares our hooks and our call, and has to compute with what it
@@ -23,14 +29,14 @@ has itself. What it saves moves; it is none of the layers.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from types import FrameType
 from typing import Any
 
 import torch
 
 from megatron.offload.errors import PREFIX, OffloadError
-from megatron.offload.integration.hook import LeftOutOfGraphs, OutsideOfGraphs, do_nothing
+from megatron.offload.integration.hook import Hook, LeftOutOfGraphs, OutsideOfGraphs, do_nothing
 from megatron.offload.integration.own_attributes import put
 
 _TAKES_NO_HOOKS = "don't yet support saved tensor hooks"  # says torch
@@ -44,6 +50,7 @@ class ModuleHooks:
     def __init__(self) -> None:
         self._handles: list[torch.utils.hooks.RemovableHandle | _Call] = []
         self._of_graphs: list[_CallOfGraph] = []
+        self._outside: set[torch.nn.Module] = set()
 
     def add(
         self,
@@ -59,11 +66,16 @@ class ModuleHooks:
             module: whose forward.
             begin: gets the module and the arguments; runs before hooks that are there already.
             end: gets the module and the result; None if it raised.
-            outside_of_graphs: `torch.compile` ends its graph before them; else it leaves them out,
-                and `end` is not called for what Note [What ends a call] is about.
+            outside_of_graphs: `torch.compile` ends its graph before them, but see
+                Note [Parts within a graph]; else it leaves them out, and `end` is not called for
+                what Note [What ends a call] is about.
         """
-        hook = OutsideOfGraphs if outside_of_graphs else LeftOutOfGraphs
-        call = _Call(module, end) if outside_of_graphs else None
+        call = _Call(module, end, self._outside) if outside_of_graphs else None
+        if outside_of_graphs:
+            self._outside.add(module)
+
+        def hook(function: Callable[..., Any]) -> Hook:
+            return LeftOutOfGraphs(function) if call is None else _OutsideOfOwn(function, call)
 
         def begin_call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
             if call is not None:
@@ -115,6 +127,7 @@ class ModuleHooks:
     def remove(self) -> None:
         """Takes all of them off, the last one first."""
         self._of_graphs.clear()
+        self._outside.clear()
         while self._handles:
             self._handles.pop().remove()
 
@@ -134,8 +147,14 @@ class _Call:
     themselves what is copied (LSTM, GRU, DistributedDataParallel): there it becomes None.
     """
 
-    def __init__(self, module: Any, end: Callable[[torch.nn.Module, Any], None]) -> None:
+    def __init__(
+        self,
+        module: Any,
+        end: Callable[[torch.nn.Module, Any], None],
+        outside: Set[torch.nn.Module] = frozenset(),
+    ) -> None:
         self.module = module
+        self.outside = outside  # all modules that are hooked with it
         self._end = end
         self._inner: Any = None  # what the module was called through before
 
@@ -167,6 +186,8 @@ class _Call:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_exporting():  # which refuses functions that it is to leave out
             return (self._inner or self._called()._call_impl)(*args, **kwargs)
+        if torch.compiler.is_compiling() and _is_part(self):
+            return (self._inner or self.module._call_impl)(*args, **kwargs)
         return self._call(*args, **kwargs)
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
@@ -204,13 +225,41 @@ class _Call:
         return self.module
 
 
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_part(call: _Call) -> bool:
+    """Whether a graph is made within the call of another module: Note [Parts within a graph]."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL_OF_TORCH:
+            called = frame.f_locals["self"]
+            if called in call.outside and called is not call.module:
+                return True
+        frame = frame.f_back
+    return False
+
+
+class _OutsideOfOwn(Hook):
+    """Calls a function outside of graphs, but for a part's within a graph: it is left out."""
+
+    def __init__(self, function: Callable[..., Any], call: _Call) -> None:
+        super().__init__(function)
+        self._call = call
+        self._outside = OutsideOfGraphs(function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and _is_part(self._call):
+            return None
+        return self._outside(*args, **kwargs)
+
+
 # As `disable(recursive=False)` does, but for its error in exports: no graph begins here.
 _frames: Any = torch._C._dynamo.eval_frame
 if hasattr(_frames, "set_code_exec_strategy"):
-    _frames.set_code_exec_strategy(
-        _Call.__call__.__code__,
-        _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT),
-    )
+    for _one in (_Call, _OutsideOfOwn):
+        _frames.set_code_exec_strategy(
+            _one.__call__.__code__,
+            _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT),
+        )
 
 
 class _CallOfGraph(_Call):
