@@ -148,10 +148,8 @@ class Choices:
             for number, part in enumerate(layer.parts, begin):
                 choice, reason = int(chosen[number]), reasons[number] if reasons else ""
                 rest = part.name, self.placement(choice), saved_bytes(part, choice)
-                start, how = (
-                    self.input_placement(choice),
-                    (choice != KEEP_ALL, not is_exact(choice)),
-                )
+                start = self.input_placement(choice)
+                how = choice != KEEP_ALL, not is_exact(choice)
                 lines.append(PlannedPart(layer.chunk, layer.name, *rest, reason, start, *how))
                 if is_selective(choice):
                     size = selective_bytes(part, choice)
