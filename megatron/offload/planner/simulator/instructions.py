@@ -7,10 +7,12 @@ with other pieces.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from megatron.offload.planner.simulator.arrays import Floats, Ints, Row, Rows, StageArrays
-from megatron.offload.planner.simulator.jit import compiled
+from megatron.offload.planner.simulator.jit import compiled, in_both
 from megatron.offload.planner.simulator.rows import PIECE
 
 # Choices for a part. From `FIRST_TIER` on: the tier of that number. A part that is kept or moved
@@ -99,7 +101,7 @@ def new_pieces(stage: StageArrays, choices: Ints) -> tuple[Ints, Rows]:
                 choice = choices[part]
                 number = _num_pieces(stage, choice, layer, part)
                 size, each = (
-                    _saved_bytes(stage.parts[part], choice),
+                    saved_bytes(stage.parts[part], choice),
                     stage.parts[part].storages_each,
                 )
                 if choice >= INPUT_OFFSET:
@@ -117,20 +119,20 @@ def new_pieces(stage: StageArrays, choices: Ints) -> tuple[Ints, Rows]:
     return first_piece, pieces
 
 
-@compiled
-def _saved_bytes(part: Row, choice: int) -> float:
+@in_both
+def saved_bytes(part: Any, choice: int) -> Any:
     """What a part keeps or moves: movable bytes that selective operations do not produce again."""
     if choice == KEEP_ALL:
         return part.movable_bytes + part.spared_bytes
-    all_bytes = part.movable_bytes + (part.codec_spared_bytes if is_exact(choice) else 0.0)
-    return all_bytes - _selective_bytes(part, choice)
+    all_bytes = part.movable_bytes + (part.codec_spared_bytes if is_exact(choice) else 0)
+    return all_bytes - selective_bytes(part, choice)
 
 
-@compiled
-def _selective_bytes(part: Row, choice: int) -> float:
+@in_both
+def selective_bytes(part: Any, choice: int) -> Any:
     """What selective operations produce again."""
     if not is_selective(choice):
-        return 0.0
+        return 0
     return part.exact_selective_bytes if is_exact(choice) else part.selective_bytes
 
 
@@ -295,7 +297,7 @@ def _forward(
                 piece += 1
         elif stage.by_operation and _tier(choice) >= 0:
             at = _add(instructions, at, MEMORY, layer, size)
-            size, pieces = _saved_bytes(of_part, choice), of_part.num_pieces
+            size, pieces = saved_bytes(of_part, choice), of_part.num_pieces
             for number in range(pieces):
                 size_bytes = _piece_bytes(size, number, pieces)
                 at = _add(instructions, at, MEMORY, layer, size_bytes)
@@ -304,7 +306,7 @@ def _forward(
                 piece += 1
             continue
         else:
-            size += _saved_bytes(of_part, choice)
+            size += saved_bytes(of_part, choice)
             if stage.lead_layers > 0 and stage.by_operation and of_part.num_pieces > 1:
                 # What the operation before has saved leaves when the first of these is launched.
                 first_bytes = _piece_bytes(size, 0, of_part.num_pieces)
@@ -376,21 +378,21 @@ def _backward(
             freed -= _moved_input_bytes(stage, choice, layer, first + number)
         elif choice == KEEP_ALL:
             at = _add(instructions, at, COMPUTE, layer, until - now)
-            freed += _saved_bytes(part, choice)
+            freed += saved_bytes(part, choice)
         else:
             replay_s, replayed_bytes = _replay_s(part, choice), part.replay_extra_bytes
             if is_exact(choice):
                 replayed_bytes = part.exact_extra_bytes
             at = _add(instructions, at, MEMORY_REPLAYED, layer, replayed_bytes)
             if is_selective(choice):
-                again = _selective_bytes(part, choice) + part.selective_extra_bytes
+                again = selective_bytes(part, choice) + part.selective_extra_bytes
                 at = _add(instructions, at, MEMORY_AGAIN, layer, again)
                 at = _add(instructions, at, RECOMPUTE, layer, part.selective_s)
                 freed += again
             if not pieces:
                 at = _add(instructions, at, RECOMPUTE, layer, replay_s)
                 at = _add(instructions, at, COMPUTE, layer, until - now)
-                freed += _saved_bytes(part, choice)
+                freed += saved_bytes(part, choice)
             for _ in range(pieces):
                 piece -= 1
                 at = _add(instructions, at, USE, piece, 0.0)

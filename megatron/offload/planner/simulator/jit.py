@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`compiled`: makes machine code of a function when it is first called, and keeps it on disk.
 
+`in_both` is for what Python calls too.
+
 The simulation runs thousands of times in a solve, and a step has thousands of events. The first
 call after an installation takes some ten seconds.
 """
@@ -15,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numba
 from numba.core.caching import FunctionCache
+from numba.extending import register_jitable
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -47,4 +50,10 @@ def compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
     # Without a directory that can be written, every process compiles for itself.
     with contextlib.suppress(RuntimeError):
         made._cache = _Cache(function)
+    return made
+
+
+def in_both(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Decorates a function that compiled ones call with a row, and Python with a dataclass."""
+    made: Callable[Arguments, Result] = register_jitable(function)
     return made

@@ -14,7 +14,7 @@ import numpy as np
 from megatron.offload.activations.placement.plan import Plan, PlannedPart
 from megatron.offload.activations.placement.policy import SELECTIVE, WHOLE_LAYER, Placement
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.planner.profile.stage_profile import LayerProfile, PartProfile, StageProfile
+from megatron.offload.planner.profile.stage_profile import LayerProfile, StageProfile
 from megatron.offload.planner.simulator.arrays import Ints
 from megatron.offload.planner.simulator.instructions import (
     EXACT_OFFSET,
@@ -28,6 +28,8 @@ from megatron.offload.planner.simulator.instructions import (
     base_of,
     is_exact,
     is_selective,
+    saved_bytes,
+    selective_bytes,
 )
 
 
@@ -39,21 +41,6 @@ def recomputes_layer(choice: int) -> bool:
 def from_tier(choice: int, tier: int) -> int:
     """A recomputation whose input waits on the tier of that number."""
     return choice + INPUT_OFFSET * (1 + tier)
-
-
-def saved_bytes(part: PartProfile, choice: int) -> int:
-    """Bytes of a part that a choice keeps or moves; of a recomputed one those that it has."""
-    if choice == KEEP_ALL:
-        return part.movable_bytes + part.spared_bytes
-    all_bytes = part.movable_bytes + (part.codec_spared_bytes if is_exact(choice) else 0)
-    return all_bytes - selective_bytes(part, choice)
-
-
-def selective_bytes(part: PartProfile, choice: int) -> int:
-    """Bytes of a part that its selective operations produce again."""
-    if not is_selective(choice):
-        return 0
-    return part.exact_selective_bytes if is_exact(choice) else part.selective_bytes
 
 
 class Choices:

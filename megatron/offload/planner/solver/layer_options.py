@@ -23,8 +23,9 @@ from megatron.offload.planner.simulator.instructions import (
     base_of,
     is_exact,
     is_selective,
+    saved_bytes,
 )
-from megatron.offload.planner.simulator.options import Choices, saved_bytes
+from megatron.offload.planner.simulator.options import Choices
 
 ALL = -1  # parts of a layer
 
