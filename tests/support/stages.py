@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.offload.activations.placement.plan import Prediction
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from megatron.offload.planner.profile.stage_profile import (
     LayerProfile,
@@ -12,6 +13,7 @@ from megatron.offload.planner.profile.stage_profile import (
     StageProfile,
     TierProfile,
 )
+from megatron.offload.planner.simulator.timeline import Timeline, prediction_of
 
 ONE_STAGE = PipelinePosition(1, 0, 1, 1)
 
@@ -66,3 +68,9 @@ def stage(
         "inflight_bytes": 1000,
     }
     return StageProfile(position, micro_batches, layers, tiers, **{**values, **more})
+
+
+def predicted(profile: StageProfile, choice: int) -> Prediction:
+    """What a step costs in which all parts have this choice, if they may."""
+    timeline = Timeline(profile)
+    return prediction_of(timeline.cost(timeline.choices.all(choice)))

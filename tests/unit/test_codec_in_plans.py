@@ -36,7 +36,7 @@ from megatron.offload.planner.simulator.timeline import Timeline, prediction_of
 from megatron.offload.planner.solver.encoded_layers import encoded_in_turn
 from megatron.offload.planner.solver.layer_options import Place, option_of
 from megatron.offload.planner.solver.solve import solve
-from tests.support.stages import layer, part, stage, tier
+from tests.support.stages import layer, part, predicted, stage, tier
 
 ENCODES = {
     "replayed_bytes": 6 + 20,
@@ -60,11 +60,6 @@ def kept(num_layers: int) -> StageProfile:
     parts = (part(**ENCODES),)
     layers = (layer(f"decoder.{n}", recompute_s=None, parts=parts) for n in range(num_layers))
     return stage(layers=tuple(layers), tiers=())
-
-
-def predicted(profile: StageProfile, choice: int) -> Prediction:
-    timeline = Timeline(profile)
-    return prediction_of(timeline.cost(timeline.choices.all(choice)))
 
 
 @pytest.mark.parametrize(

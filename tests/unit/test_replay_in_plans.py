@@ -36,7 +36,7 @@ from megatron.offload.planner.simulator.instructions import (
 from megatron.offload.planner.simulator.timeline import Timeline, prediction_of
 from megatron.offload.planner.solver.layer_options import Place, option_of
 from megatron.offload.planner.solver.solve import solve
-from tests.support.stages import layer, part, stage, tier
+from tests.support.stages import layer, part, predicted, stage, tier
 
 REPLAYS = {"replayed_bytes": 6, "replay_s": 0.25, "replay_extra_bytes": 3}
 
@@ -51,11 +51,6 @@ def kept_or_replayed(num_layers: int) -> StageProfile:
     parts = (part(**REPLAYS),)
     layers = (layer(f"decoder.{n}", recompute_s=None, parts=parts) for n in range(num_layers))
     return stage(layers=tuple(layers), tiers=())
-
-
-def predicted(profile: StageProfile, choice: int) -> Prediction:
-    timeline = Timeline(profile)
-    return prediction_of(timeline.cost(timeline.choices.all(choice)))
 
 
 def test_without_replay_all_of_it_is_kept_and_backward_takes_no_longer() -> None:
