@@ -220,6 +220,24 @@ def test_a_model_with_a_handle_does_not_pass_for_compiled(tmp_path: Path, caplog
     assert "is compiled as a whole" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("compiled", "is_whole"),
+    [("blocks", False), ("the model", True), ("a wrapper's model", True)],
+)
+def test_a_model_that_is_compiled_as_a_whole_is_told_of(
+    compiled: str, is_whole: bool, tmp_path: Path, caplog: Any
+) -> None:
+    """Not so where its layers are, also where they are its children, as those of a Sequential."""
+    model = torch.nn.Sequential(*net().blocks)
+    if compiled == "a wrapper's model":
+        model = torch.nn.Sequential(model)
+    for one in {"blocks": [*model], "the model": [model]}.get(compiled, [model[0]]):
+        one.compile(backend="eager")
+    with offload_activations(model, tmp_path, min_bytes=1):
+        model(noise()).sum().backward()
+    assert ("is compiled as a whole" in caplog.text) == is_whole
+
+
 def test_a_model_gets_its_call_back(tmp_path: Path) -> None:
     model = net()
     with offload_activations(model, tmp_path, metrics_file=tmp_path / "steps.jsonl"):

@@ -227,13 +227,11 @@ class _Call:
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_part(call: _Call) -> bool:
-    """Whether a graph is made within the call of another module: Note [Parts within a graph]."""
+    """Whether a graph is made within the call of a hooked module: Note [Parts within a graph]."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is _CALL_OF_TORCH:
-            called = frame.f_locals["self"]
-            if called in call.outside and called is not call.module:
-                return True
+        if frame.f_code is _CALL_OF_TORCH and frame.f_locals["self"] in call.outside:
+            return True
         frame = frame.f_back
     return False
 

@@ -10,6 +10,7 @@ import torch
 
 from megatron.offload.activations.engine import OffloadEngine
 from megatron.offload.config import OffloadConfig
+from megatron.offload.integration.torch.layers import find_layers
 from megatron.offload.integration.torch.module_hooks import is_compiled
 from megatron.offload.sizes import format_size
 from megatron.offload.stats.history import LEFT_ALONE
@@ -158,8 +159,5 @@ def _on_other_devices(engine: OffloadEngine) -> str:
 
 
 def _is_compiled_whole(model: torch.nn.Module) -> bool:
-    return any(
-        is_compiled(one)
-        for one in (model, *model.children())
-        if not isinstance(one, torch.nn.ModuleList)
-    )
+    layers = find_layers([model])  # of a Sequential they are its children
+    return any(is_compiled(one) for one in (model, *model.children()) if one not in layers)
