@@ -290,8 +290,9 @@ def test_a_file_that_changes_meanwhile_ends_the_training(folder: Path, tmp_path:
     train(model)
     for one in copied.glob("*.safetensors"):
         one.write_bytes(one.read_bytes())
-    with pytest.raises(LostStateError, match="has changed since it was opened"):
+    with pytest.raises(LostStateError, match="has changed since it was opened") as lost:
         train(model)
+    assert "put the saved model's files back as they were and resume" in str(lost.value)
     offloaded.close(restore=False)
 
 

@@ -64,7 +64,7 @@ class Room:
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(
-                    "activation offload: device memory ran out while bytes came back (%s); what "
+                    "offload: device memory ran out while bytes came back (%s); what "
                     "was read ahead is given up, and is read again when it is needed; leave more "
                     "memory free, or offload more",
                     str(error).partition("\n")[0],

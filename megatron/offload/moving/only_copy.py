@@ -161,7 +161,7 @@ class OnlyCopy:
                 raise LostStateError(
                     f"{self._prefix}those of {self._name(one)} ({format_size(one.num_bytes)}; "
                     f"{one.block}) could not be read back: {again}; there is no other copy, so "
-                    "training stops; check the disk and resume from "
+                    f"training stops; {one.block.remedy} and resume from "
                     f"{self.checkpoint or 'the last checkpoint'}"
                 ) from again
 

@@ -38,6 +38,7 @@ class FileBlock(Block):
     """
 
     tier: FileTier
+    remedy = "put the saved model's files back as they were"
 
     def __init__(self, tier: FileTier, num_bytes: int, pieces: Sequence[SavedPiece]) -> None:
         super().__init__(tier, num_bytes)

@@ -22,7 +22,13 @@ from megatron.offload.tiers.transfer import Transfer
 
 
 class Block:
-    """Where a tier keeps the bytes of one storage; each tier derives its own kind."""
+    """Where a tier keeps the bytes of one storage; each tier derives its own kind.
+
+    Attributes:
+        remedy: what to do where they cannot be read, in sentences.
+    """
+
+    remedy = "check the disk"
 
     def __init__(self, tier: Tier, num_bytes: int) -> None:
         self.tier = tier
