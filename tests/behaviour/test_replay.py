@@ -211,6 +211,89 @@ def test_what_a_norm_gives_is_computed_again(make_engine, name, dtype, way):
     assert engine.statistics.replayed_bytes >= SHAPE[0] * 64 * dtype.itemsize
 
 
+class TakenBack:
+    """Hooks that have a module's parameters in memory while it computes alone, as ZeRO 3 does."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.whole = {one: one.data for one in module.parameters()}
+        module.register_forward_pre_hook(self.gather)
+        module.register_forward_hook(self.take_back)
+        module.register_full_backward_pre_hook(self.gather)
+
+    def gather(self, *_: Any) -> None:
+        for one, data in self.whole.items():
+            one.data = data.clone()
+
+    def take_back(self, *_: Any) -> None:
+        for one in self.whole:
+            one.data = one.data.new_empty(0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", norms(torch.float32))
+def test_it_is_computed_of_parameters_that_others_have_taken_back(make_engine, name, way):
+    def gradients(engine: OffloadEngine | None, *, takes_back: bool = True) -> list[Tensor]:
+        norm = norms(torch.float32)[name]
+        if takes_back:
+            TakenBack(norm)
+        return train(engine, way, between(norm), weights, norm)
+
+    engine, other = make_engine(), make_engine()
+    assert all(map(torch.equal, gradients(engine), gradients(None)))
+    gradients(other, takes_back=False)
+    if way == "context":  # whose hooks see the parameter while it is there
+        assert engine.statistics.replayed_bytes == other.statistics.replayed_bytes > 0
+
+
+def do_nothing(*_: Any) -> None:
+    """A hook."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_hooks_of_a_module_in_backward_change_nothing(make_engine, way):
+    """torch puts functions of its own around a module for them, which return what they get."""
+
+    def replayed_bytes(hooks: bool) -> int:
+        def gradients(engine: OffloadEngine | None) -> list[Tensor]:
+            model = nn.Sequential(nn.LayerNorm(64), nn.Sigmoid(), nn.Identity())
+            for module in model if hooks else ():
+                module.register_full_backward_hook(do_nothing)
+            return train(engine, way, between(model), weights, model)
+
+        engine = make_engine()
+        assert all(map(torch.equal, gradients(engine), gradients(None)))
+        return engine.statistics.replayed_bytes
+
+    assert replayed_bytes(hooks=True) == replayed_bytes(hooks=False) > 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_function_that_returns_what_it_gets_for_a_while_is_not_taken_to_go_on(make_engine, way):
+    """As one that trains for quantization from some step on."""
+    num_calls = 0
+
+    class Later(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.detach() if num_calls < 4 else 0.5 * x
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return gradients
+
+    def later(x: Tensor) -> Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        return Later.apply(F.silu(x))
+
+    def gradients(engine: OffloadEngine | None) -> list[Tensor]:
+        nonlocal num_calls
+        num_calls = 0
+        return train(engine, way, between(later), weights, num_steps=6)
+
+    assert all(map(torch.equal, gradients(make_engine()), gradients(None)))
+
+
 def normed(x: Tensor, first: Tensor, second: Tensor, norm: nn.LayerNorm, eps: float) -> Tensor:
     return F.layer_norm(x @ first, [64], norm.weight, norm.bias, eps) @ second
 

@@ -123,7 +123,7 @@ def trained(
 
 
 def left_memory(step: dict[str, Any]) -> int:
-    """Bytes that a step moved or computed again, which of both depends on how weights are held."""
+    """Bytes that a step moved or computed again."""
     return int(step["offloaded_bytes"] + step["replayed_bytes"])
 
 
@@ -137,6 +137,7 @@ def compared(setting: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {
         "identical": every,
         "bytes": [[left_memory(one) for one in run] for run in (of_after, of_before)],
+        "replayed": [run[-1]["replayed_bytes"] for run in (of_after, of_before)],
         "left": of_after[-1]["left"],
         "gradients": sum(one is not None for one in expected[1][-1]),
     }
@@ -156,7 +157,10 @@ def main(folder: Path, names: list[str]) -> None:
         place.mkdir(parents=True)
         found[name] = compared(SETTINGS[name], place)
     alone = train(llama, text_batches(dist.get_rank()), folder / str(dist.get_rank()))
-    found["alone"] = {"bytes": [[left_memory(one) for one in alone.statistics]]}
+    found["alone"] = {
+        "bytes": [[left_memory(one) for one in alone.statistics]],
+        "replayed": [alone.statistics[-1]["replayed_bytes"]],
+    }
     dist.barrier()
     sys.stdout.flush()
     print("\n" + json.dumps(found), flush=True)

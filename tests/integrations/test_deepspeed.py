@@ -75,6 +75,13 @@ def test_no_gathered_parameter_moves(setting: str, found: dict[str, Any]) -> Non
     assert found[setting]["bytes"] == found["alone"]["bytes"] * 2
 
 
+@pytest.mark.parametrize("setting", rows(AS_ALONE))
+def test_as_much_is_computed_again_as_without_it(setting: str, found: dict[str, Any]) -> None:
+    """ZeRO 3 frees a norm's weight before what it made is saved, and has functions in between."""
+    assert found[setting]["replayed"] == found["alone"]["replayed"] * 2
+    assert found["alone"]["replayed"][0] > 50_000
+
+
 def test_the_pipeline_engine_is_refused(tmp_path: Path) -> None:
     engine = type("PipelineEngine", (torch.nn.Module,), {})()
     for models in (engine, [torch.nn.Linear(2, 2), engine]):

@@ -21,6 +21,11 @@ do not replace that reference: moving the leaf frees nothing, so it stays. Some 
 leaves of their own: detached copies of their inputs that only their node holds. An integration that
 knows such a function gives the engine the type of its nodes; those copies are emptied when hooks
 take over.
+
+Note [Functions that hand on]
+Full backward hooks of torch and ZeRO 3 put a function of their own around modules, to be called in
+backward. Its results are its inputs, the same bytes with the same version counter. Such a function
+is known by its name: of another one the graph does not show what it does, today or in a later step.
 """
 
 from __future__ import annotations
@@ -35,6 +40,12 @@ _Attributes = list[tuple[str, str]]  # with the `SavedTensor`s, and with their t
 _OF_FUNCTION = [("_raw_saved_tensors", "saved_tensors")]  # of torch.autograd.Function
 _MOST_VIEWS = 4  # of views, one of the other
 _LIST_TYPES = (tuple, list)
+_HAND_ON = {  # by module and class: Note [Functions that hand on]
+    ("torch.nn.modules._functions", "BackwardHookFunction"),
+    ("deepspeed.runtime.zero.parameter_offload", "PreBackwardFunctionForModule"),
+    ("deepspeed.runtime.zero.parameter_offload", "PostBackwardFunctionModule"),
+}
+_FunctionNode = torch._C._FunctionBase
 _attributes_of_node_type: dict[type, _Attributes] = {}  # torch's own types
 
 
@@ -109,6 +120,16 @@ def node_of(tensor: torch.Tensor) -> Any | None:
         return None
 
 
+def origin_of(node: Any, number: int) -> tuple[Any, int]:
+    """The node and the number of the result that this result is: Note [Functions that hand on]."""
+    while isinstance(node, _FunctionNode):
+        function = getattr(type(node), "_forward_cls", None)
+        if (getattr(function, "__module__", ""), getattr(function, "__name__", "")) not in _HAND_ON:
+            break
+        node, number = node.next_functions[number]
+    return node, number
+
+
 def _saved_by(node: Any, attributes: _Attributes) -> list[tuple[Any, torch.Tensor | None]]:
     found: list[tuple[Any, torch.Tensor | None]] = []
     for raw_name, name in attributes:
@@ -135,7 +156,7 @@ def _saved_by(node: Any, attributes: _Attributes) -> list[tuple[Any, torch.Tenso
 def _attributes_of(node: Any) -> _Attributes:
     """Names of a node's attributes that hold what it saved; empty: it never saves anything."""
     # An `autograd.Function` that a forward pass defines is a new type each time.
-    if isinstance(node, torch._C._FunctionBase):
+    if isinstance(node, _FunctionNode):
         return _OF_FUNCTION
     names = _attributes_of_node_type.get(type(node))
     if names is None:

@@ -17,6 +17,12 @@ saves those, but the model holds them until its forward pass has ended. So what 
 return is known by its node as long as it lives, and is saved instead of something of at least twice
 its bytes that is computed of it. Only products and the like: of what the table has, the operands
 are saved.
+
+Note [Parameters that are taken back]
+ZeRO 3 gathers a parameter for the module that has it and frees its memory when the module has run:
+the product of a norm's weight is saved later, as the input of the next module. So where a recipe
+lacks a parameter's bytes, that parameter is copied from then on when its operation saves it. A norm
+has few values; what is large is not copied.
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ from typing import Any
 
 import torch
 
-from megatron.offload.activations.saved.autograd_graph import node_of
+from megatron.offload.activations.saved.autograd_graph import node_of, origin_of
 from megatron.offload.activations.saved.recipe import Step
 from megatron.offload.activations.saved.replayable_nodes import (
     ALL_EDGES,
@@ -54,6 +60,7 @@ Edge = tuple[Any, int]  # a node and the number of its result, as a node's `next
 
 _MOST_NODES = 24  # that a search looks at: it ends soon in sums that go on through all layers
 _MOST_HELD = 32  # storages that a codec has encoded: those that a layer saved last
+_MOST_COPIED = 1 << 20  # bytes of a parameter; of a norm's, a few thousand values
 _NOWHERE = Scope()
 
 
@@ -89,6 +96,7 @@ class AvailableTensors:
         self._compared: dict[tuple[Any, ...], bool] = {}
         self._unpack = unpack
         self.results: dict[Edge, Held] = {}
+        self._taken_back: set[int] = set()  # parameters, by address
         # Note [Results of modules]
         self._returned: dict[Edge, weakref.ref[torch.Tensor]] = {}
         self.scope = _NOWHERE
@@ -101,17 +109,34 @@ class AvailableTensors:
         if tensor._version == 0:
             node = node_of(tensor)
             if node is not None:
-                self.results[node, tensor.output_nr] = held
+                self.results[origin_of(node, tensor.output_nr)] = held
+        is_copied = id(tensor) in self._taken_back and tensor.nbytes <= _MOST_COPIED
+        if is_copied and isinstance(held, ResidentTensor):
+            held.copy = tensor.detach().clone()
+
+    def lacks(self, held: Held) -> bool:
+        """Whether an operand is a parameter without memory: Note [Parameters that are taken back].
+
+        It is copied when it is saved again.
+        """
+        parameter = parameter_of(held)
+        if parameter is None or copy_of(held) is not None:
+            return False
+        is_there = 0 < parameter.nbytes <= parameter.untyped_storage().nbytes()
+        if not is_there:
+            self._taken_back.add(id(parameter))
+        return not is_there
 
     def note_returned(self, tensor: torch.Tensor) -> None:
         """A part of the model returns a tensor, all of its storage: Note [Results of modules]."""
-        node = source = node_of(tensor)
+        node, number = origin_of(node_of(tensor), tensor.output_nr)
+        source = node
         while source is not None and (operation := operation_of(source)) is not None:
             if operation.inputs != (None,):
                 return
             ((source, _),) = source.next_functions
         if source is not None and tensor._version == 0:
-            self._returned[node, tensor.output_nr] = weakref.ref(tensor)
+            self._returned[node, number] = weakref.ref(tensor)
 
     def returned(self, edge: Edge) -> torch.Tensor | None:
         """What a part of the model has returned, by its node, if it is alive and as it was."""
@@ -195,6 +220,11 @@ def parameter_of(held: Held) -> torch.nn.Parameter | None:
     return tensor if isinstance(tensor, torch.nn.Parameter) else None
 
 
+def copy_of(held: Held) -> torch.Tensor | None:
+    """The copy of a parameter; None: it has none, or it is something else."""
+    return held.copy if isinstance(held, ResidentTensor) else None
+
+
 class RecipeSearch:
     """One walk through the graph, from a target to what is saved. It collects the program.
 
@@ -228,7 +258,11 @@ class RecipeSearch:
         self.saved: list[Held] = []
 
     def result(self, edge: Edge, *, is_target: bool = False) -> int | None:
-        """A result of a node, as a program names it; None: it cannot be had."""
+        """A result of a node, as a program names it; None: it cannot be had.
+
+        Args:
+            edge: as `origin_of` gives it.
+        """
         value = self._known.get(edge)
         if value is not None:
             return value
@@ -269,7 +303,8 @@ class RecipeSearch:
                 recipe = held.saved.recipe
                 self.depth = max(self.depth, 1 if recipe is None else recipe.depth + 1)
             elif (parameter := parameter_of(held)) is not None:
-                self.parameter_bytes += parameter.nbytes
+                copy = copy_of(held)
+                self.parameter_bytes += (parameter if copy is None else copy).nbytes
         return value
 
     def _step(self, step: Step) -> int:
@@ -333,6 +368,7 @@ class RecipeSearch:
 
     def _is_out_of_reach(self, edge: Edge) -> bool:
         """Whether a result can be no operand, as is seen at once: the search need not begin."""
+        edge = origin_of(*edge)
         node, _ = edge
         return (
             node is not None
@@ -350,7 +386,7 @@ class RecipeSearch:
                 return self._operand(held)
         if position >= len(edges):
             return None
-        edge = edges[position]
+        edge = origin_of(*edges[position])
         following, _ = edge
         if following is None:
             return None
@@ -367,7 +403,7 @@ class RecipeSearch:
 
     def _narrower(self, edges: Any) -> int | None:
         """A cast to more bits, of which the narrower tensor is not saved: it is made and saved."""
-        source, number = edges[0]
+        source, number = origin_of(*edges[0])
         if source is None or getattr(source, "variable", None) is not None:
             return None
         dtype = source._input_metadata[number].dtype

@@ -41,13 +41,14 @@ from typing import Any
 
 import torch
 
-from megatron.offload.activations.saved.autograd_graph import node_of
+from megatron.offload.activations.saved.autograd_graph import node_of, origin_of
 from megatron.offload.activations.saved.noise import may_be_noise, pack_noise, unpack_noise
 from megatron.offload.activations.saved.recipe import Layout, Program, Recipe, Step
 from megatron.offload.activations.saved.recipe_search import (
     AvailableTensors,
     Held,
     RecipeSearch,
+    copy_of,
     parameter_of,
 )
 from megatron.offload.activations.saved.record import SavedStorage
@@ -173,7 +174,7 @@ class RecipeFinder:
             self.available.enter(scope, tensor)
         base = tensor._base
         target = tensor if base is None else base
-        node = node_of(target)
+        node, number = origin_of(node_of(target), target.output_nr)
         if node is None and may_be_noise(target):
             return self._of_bits(target, storage, save)
         if node is None or (operation_of(node) is None and function_of(node) is None):
@@ -185,9 +186,10 @@ class RecipeFinder:
         if self._fruitless.skips(kind):
             return None
         search = RecipeSearch(self.available, target, save)
-        found = search.result((node, target.output_nr), is_target=True)
-        self._fruitless.note(kind, is_found=found is not None)
-        if found is None:
+        found = search.result((node, number), is_target=True)
+        is_found = found is not None and not any(map(self.available.lacks, search.held))
+        self._fruitless.note(kind, is_found=is_found)
+        if not is_found:
             return None
         if search.depth > _MOST_DEPTH or search.parameter_bytes * _LEAST_GAIN > target.nbytes:
             return None
@@ -309,7 +311,8 @@ class RecipeFinder:
 
     def _peek_at(self, held: Held, fetched: list[SavedStorage] | None) -> torch.Tensor | None:
         if not isinstance(held, SavedView):
-            return held.tensor()
+            copy = copy_of(held)
+            return held.tensor() if copy is None else copy
         record = held.saved
         memory = record.peeked
         if memory is None and record.recipe is not None:
@@ -358,4 +361,7 @@ def _again(held: Held) -> Held:
     if isinstance(held, SavedView):
         return SavedView.again(held)
     parameter = parameter_of(held)
-    return held if parameter is None else ResidentTensor(parameter.detach().clone(), Scope())
+    if parameter is None:
+        return held
+    copy = copy_of(held)
+    return ResidentTensor(parameter.detach().clone() if copy is None else copy, Scope())

@@ -136,6 +136,11 @@ def _unbind(one: torch.Tensor, dim: int, number: int) -> torch.Tensor:
     return torch.unbind(one, dim)[number]
 
 
+def _alias(one: torch.Tensor) -> torch.Tensor:
+    """All of a tensor, as `one[:]` gives it."""
+    return torch.ops.aten.alias(one)
+
+
 def _reshape(one: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return one.reshape(shape)
 
@@ -237,6 +242,7 @@ _NODES: dict[str, NodeOperation] = {
     "NativeDropoutBackward0": NodeOperation(_dropped_out, (None, "result1"), ("p",)),
     "CatBackward0": NodeOperation(_cat, ALL_EDGES, ("dim",)),
     "StackBackward0": NodeOperation(_stack, ALL_EDGES, ("dim",)),
+    "AliasBackward0": NodeOperation(_alias),
     "CloneBackward0": NodeOperation(torch.clone),
     "ViewBackward0": NodeOperation(_reshape, (None,), (SHAPE,)),
     "UnsafeViewBackward0": NodeOperation(_reshape, (None,), (SHAPE,)),

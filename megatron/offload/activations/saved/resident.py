@@ -17,9 +17,13 @@ class ResidentTensor:
     Autograd does not check versions of saved tensors that have hooks, so this class does. It holds
     the tensor without its graph: the node would hold the tensor in turn. A subclass of Tensor is
     held as it is, because only the subclass knows how to detach itself.
+
+    Attributes:
+        copy: of a parameter that others take back before a recipe is found: Note [Parameters that
+            are taken back] in `recipe_search.py`.
     """
 
-    __slots__ = ("_scope", "_tensor", "_version")
+    __slots__ = ("_scope", "_tensor", "_version", "copy")
 
     def __init__(self, tensor: torch.Tensor, scope: Scope) -> None:
         self._scope = scope
@@ -27,6 +31,7 @@ class ResidentTensor:
         # As `without_graph`.
         self._tensor = _alias(torch.Tensor, tensor) if is_plain and not tensor.is_leaf else tensor
         self._version = tensor._version
+        self.copy: torch.Tensor | None = None
 
     @property
     def held(self) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron.offload.activations.saved.autograd_graph import node_of
+from megatron.offload.activations.saved.autograd_graph import node_of, origin_of
 from megatron.offload.activations.saved.scope import Scope
 
 NO_OPERATION = "no operation with a gradient"  # an input, a mask, noise, a table
@@ -57,11 +57,11 @@ class Unreplayed:
 
 def maker_of(tensor: torch.Tensor) -> str:
     """The operation that computed the bytes of a tensor, by the name of its node in autograd."""
-    node = node_of(tensor)
+    node, _ = origin_of(node_of(tensor), tensor.output_nr)
     for _ in range(_MOST_VIEWS):
         if node is None or not _only_views(node):
             break
-        node = node.next_functions[0][0]
+        node, _ = origin_of(*node.next_functions[0])
     if node is None or getattr(node, "variable", None) is not None:
         return NO_OPERATION
     return type(node).__name__.partition(_BACKWARD)[0]
