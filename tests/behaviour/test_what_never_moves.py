@@ -54,6 +54,48 @@ def test_parameters_in_one_flat_buffer_stay(engine):
     assert statistics.offloaded_storages == 0
 
 
+class OfRows(torch.autograd.Function):
+    """Saves its inputs as rows, views that it makes itself, as Liger's kernels do."""
+
+    @staticmethod
+    def forward(ctx, one, other):
+        one, other = one.view(-1, one.shape[-1]), other.view(-1, other.shape[-1])
+        ctx.save_for_backward(one, other)
+        return (one * other).view(2, -1, one.shape[-1])
+
+    @staticmethod
+    def backward(ctx, gradient):
+        one, other = ctx.saved_tensors
+        rows = gradient.view(one.shape)
+        return (rows * other).view(gradient.shape), (rows * one).view(gradient.shape)
+
+
+@pytest.mark.parametrize("way", ["layer", "context"])
+@pytest.mark.parametrize("of_leaves", [False, True])
+def test_a_view_that_a_function_makes_of_its_input_is_no_leaf(engine, way, of_leaves):
+    """But where the input is one, whose memory is held by it."""
+
+    def gradients(moves: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        leaves = [torch.randn(2, 8, 64, requires_grad=True) for _ in range(2)]
+        if not moves:
+            OfRows.apply(*(one if of_leaves else one + 1 for one in leaves)).sum().backward()
+            return [one.grad for one in leaves]
+        with engine.step(), engine.forward(Scope()):
+            if way == "context":
+                with engine.saved_tensors_hooks():
+                    result = OfRows.apply(*(one if of_leaves else one + 1 for one in leaves))
+            else:
+                result = OfRows.apply(*(one if of_leaves else one + 1 for one in leaves))
+                engine.capture(Scope(), [result], leaves)
+            settle(engine)
+            result.sum().backward()
+        return [one.grad for one in leaves]
+
+    assert all(map(torch.equal, gradients(True), gradients(False)))
+    assert engine.statistics.offloaded_storages == (0 if of_leaves else 2)
+
+
 def test_buffers_stay(engine):
     buffer = torch.randn(1000)
     engine.exclude([buffer])

@@ -20,7 +20,8 @@ The gradient accumulator of a saved leaf that requires a gradient holds the leaf
 do not replace that reference: moving the leaf frees nothing, so it stays. Some functions save
 leaves of their own: detached copies of their inputs that only their node holds. An integration that
 knows such a function gives the engine the type of its nodes; those copies are emptied when hooks
-take over.
+take over. A view that a function makes of its input and saves (Liger's kernels do) says that it is
+a leaf that requires a gradient, and is none: what it is a view of has a node.
 
 Note [Functions that hand on]
 Full backward hooks of torch and ZeRO 3 put a function of their own around modules, to be called in
@@ -94,7 +95,10 @@ def is_kept_by_accumulator(tensor: torch.Tensor) -> bool:
 
     See Note [Leaves].
     """
-    return tensor.requires_grad and tensor.is_leaf
+    if not (tensor.requires_grad and tensor.is_leaf):
+        return False
+    base = tensor._base
+    return base is None or node_of(base) is None
 
 
 def is_view_of_leaf(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:

@@ -175,6 +175,9 @@ class RecipeFinder:
         base = tensor._base
         target = tensor if base is None else base
         node, number = origin_of(node_of(target), target.output_nr)
+        if node is None and base is not None:  # a function has returned a view of what it made
+            node, number = origin_of(node_of(tensor), tensor.output_nr)
+            target = base if node is None else tensor
         if node is None and may_be_noise(target):
             return self._of_bits(target, storage, save)
         if node is None or (operation_of(node) is None and function_of(node) is None):

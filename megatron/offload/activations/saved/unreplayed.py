@@ -57,7 +57,10 @@ class Unreplayed:
 
 def maker_of(tensor: torch.Tensor) -> str:
     """The operation that computed the bytes of a tensor, by the name of its node in autograd."""
-    node, _ = origin_of(node_of(tensor), tensor.output_nr)
+    made, base = tensor, tensor._base
+    if base is not None and node_of(tensor) is None:  # a function has made the view itself
+        made = base
+    node, _ = origin_of(node_of(made), made.output_nr)
     for _ in range(_MOST_VIEWS):
         if node is None or not _only_views(node):
             break

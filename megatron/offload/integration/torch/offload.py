@@ -30,6 +30,7 @@ from megatron.offload.integration.torch.compute_device import compute_device
 from megatron.offload.integration.torch.forward_steps import ForwardSteps
 from megatron.offload.integration.torch.layer_calls import LayerCalls
 from megatron.offload.integration.torch.layers import called_parts
+from megatron.offload.integration.torch.liger_functions import add_liger_functions
 from megatron.offload.integration.torch.module_hooks import ModuleHooks
 from megatron.offload.integration.torch.passes import Passes
 from megatron.offload.integration.torch.ranks import local_world_size, planned_stage, rank
@@ -348,6 +349,7 @@ class ActivationOffload(Handle):
                 run_directory=self._run_directory,
             )
         steps.engine.note_models(self._models)
+        add_liger_functions()
         hook = register_optimizer_step_pre_hook(_BeforeSteps(steps.engine))
         self._closing.callback(hook.remove)
         weakref.finalize(self, _close, steps, hook)  # if the script lets go of it without `close`
