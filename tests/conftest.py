@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -124,21 +125,28 @@ class Gate:
         assert self.arrived.acquire(timeout=SOON_S)
 
 
-@pytest.fixture
-def write_gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """Every write waits at this gate, in its I/O thread, small ones too by themselves."""
-    monkeypatch.setattr("megatron.offload.tiers.io_threads._TOGETHER_BYTES", 0)
+@contextlib.contextmanager
+def gate_before(call: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """A gate at which every `write` or `read` of a file waits, in its I/O thread."""
     gate = Gate()
-    write = UnlinkedFile.write
+    own = getattr(UnlinkedFile, call)
 
     def gated(self: UnlinkedFile, body: memoryview, offset: int) -> None:
         gate.arrived.release()
         assert gate.open.wait(timeout=SOON_S)
-        write(self, body, offset)
+        own(self, body, offset)
 
-    monkeypatch.setattr(UnlinkedFile, "write", gated)
+    monkeypatch.setattr(UnlinkedFile, call, gated)
     yield gate
     gate.open.set()
+
+
+@pytest.fixture
+def write_gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Every write waits at this gate, in its I/O thread, small ones too by themselves."""
+    monkeypatch.setattr("megatron.offload.tiers.io_threads._TOGETHER_BYTES", 0)
+    with gate_before("write", monkeypatch) as gate:
+        yield gate
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

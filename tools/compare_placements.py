@@ -36,6 +36,7 @@ from statistics import median
 from typing import Any, NoReturn
 
 import torch
+from one_sentence import OneSentenceParser
 from tabulate import tabulate
 from tqdm import tqdm
 
@@ -236,21 +237,9 @@ def run_trainer(
     return Run(variant, round_, steps)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports a bad flag in one line, without the usage text."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def make_parser() -> argparse.ArgumentParser:
     """The command line; the model's flags are named as the trainer names them."""
-    parser = _Parser(
-        prog="compare_placements.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = OneSentenceParser("compare_placements.py", __doc__)
     model = add_training_arguments(parser, num_layers=12, seq_length=512, vocab_size=8192)
     model.add_argument("--micro-batch-size", type=int, default=4)
     model.add_argument("--train-iters", type=int, default=8)

@@ -46,7 +46,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 for folder in (ROOT / "tools", ROOT):  # nothing has to be installed
@@ -56,6 +56,7 @@ for folder in (ROOT / "tools", ROOT):  # nothing has to be installed
 import torch  # noqa: E402
 from check.gpu.result import Section, load, save  # noqa: E402
 from check.gpu.settings import SECTIONS, Settings  # noqa: E402
+from one_sentence import OneSentenceParser  # noqa: E402
 
 from megatron.offload.commands.doctor.gpu import find_cuda  # noqa: E402
 from megatron.offload.commands.training_runs.machine import (  # noqa: E402
@@ -73,12 +74,7 @@ ALL = ",".join(SECTIONS)
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = _Parser(
-        prog="gpu_check.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = OneSentenceParser("gpu_check.py", __doc__)
     what = parser.add_argument_group("what is done")
     what.add_argument(
         "--only",
@@ -335,13 +331,6 @@ def write_results(
         parts = ["# GPU check", in_a_line(machine), f"    {command}"]
         parts += [section.as_markdown() for section in found]
         args.markdown.write_text("\n\n".join(parts).replace(f"{ROOT}/", "") + "\n")
-
-
-class _Parser(argparse.ArgumentParser):
-    """Reports a bad flag in one line, without the usage text."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def _names(text: str) -> tuple[str, ...]:

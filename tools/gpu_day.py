@@ -34,7 +34,6 @@ import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 for folder in (ROOT / "tools", ROOT):  # nothing has to be installed
@@ -47,6 +46,7 @@ from check.gpu_day.job import NOT_BEGUN, OK, SKIPPED, Job, Result, Runner  # noq
 from check.gpu_day.parts import PARTS, jobs  # noqa: E402
 from check.gpu_day.results import Day  # noqa: E402
 from check.gpu_day.settings import Settings  # noqa: E402
+from one_sentence import OneSentenceParser  # noqa: E402
 
 from megatron.offload.commands.flag_values import size  # noqa: E402
 from megatron.offload.sizes import MIB  # noqa: E402
@@ -59,13 +59,8 @@ _DRY_BUDGET_BYTES = 256 * MIB
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = _Parser(
-        prog="gpu_day.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        epilog="parts:\n" + "\n".join(f"  {name:<10}{what}" for name, (what, _) in PARTS.items()),
-    )
+    parts = "parts:\n" + "\n".join(f"  {name:<10}{what}" for name, (what, _) in PARTS.items())
+    parser = OneSentenceParser("gpu_day.py", __doc__, epilog=parts)
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="for results")
     parser.add_argument(
         "--parts",
@@ -272,13 +267,6 @@ def _end(day: Day, out: Path) -> int:
             is_written = False
     print(tables.ends(day), flush=True)
     return 0 if day.is_good and is_written else 1
-
-
-class _Parser(argparse.ArgumentParser):
-    """Reports a bad flag in one line, without the usage text."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def _parts(text: str) -> list[str]:

@@ -32,8 +32,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
 
+from one_sentence import OneSentenceParser
 from preprocessing.corpus import Corpus, InputError, find_files
 from preprocessing.docstrings import Prose
 from preprocessing.encoding import MAX_SENTENCE_TOKENS, Counts, encode
@@ -46,13 +46,6 @@ from preprocessing.vocabulary import (
 )
 
 QUICKSTART_MAX_BYTES = 40_000_000
-
-
-class OneSentenceParser(argparse.ArgumentParser):
-    """Reports a bad flag in one line, without the usage text."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 @contextmanager
@@ -165,12 +158,7 @@ def describe_sentences(counts: Counts, args: argparse.Namespace) -> str:
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line; names as in Megatron-LM's tool of the same name where it has them."""
-    parser = OneSentenceParser(
-        prog="preprocess_data.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = OneSentenceParser("preprocess_data.py", __doc__)
     source = parser.add_argument_group("input")
     source.add_argument(
         "--input", nargs="+", help="text files, .jsonl files, or folders searched for --suffix"

@@ -15,7 +15,7 @@ import os
 import sys
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import deepspeed
 import torch
@@ -132,10 +132,8 @@ def compared(setting: dict[str, Any], folder: Path) -> dict[str, Any]:
     expected, _ = trained(setting, None)
     after, of_after = trained(setting, folder)
     before, of_before = trained(setting, folder, on_engine=False)
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, [expected == after, expected == before])
     return {
-        "identical": every,
+        "identical": from_all([expected == after, expected == before]),
         "bytes": [[left_memory(one) for one in run] for run in (of_after, of_before)],
         "replayed": [run[-1]["replayed_bytes"] for run in (of_after, of_before)],
         "left": of_after[-1]["left"],
@@ -143,7 +141,8 @@ def compared(setting: dict[str, Any], folder: Path) -> dict[str, Any]:
     }
 
 
-def main(folder: Path, names: list[str]) -> None:
+def join() -> None:
+    """Joins the other ranks, with DeepSpeed's collectives over gloo."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     init_process_group()
     # Its collectives in shared memory would be compiled first, which takes a minute; gloo will do.
@@ -151,20 +150,39 @@ def main(folder: Path, names: list[str]) -> None:
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     torch.set_num_threads(1)
-    found = {}
-    for name in names or SETTINGS:
-        place = folder / str(dist.get_rank()) / "".join(c for c in name if c.isalnum())
-        place.mkdir(parents=True)
-        found[name] = compared(SETTINGS[name], place)
+
+
+def place_of(folder: Path, name: str) -> Path:
+    """A new folder of this rank for a setting."""
+    place = folder / str(dist.get_rank()) / "".join(c for c in name if c.isalnum())
+    place.mkdir(parents=True)
+    return place
+
+
+def from_all(found: Any) -> list[Any]:
+    """What each rank has found, in their order."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, found)
+    return every
+
+
+def end(found: Any) -> NoReturn:
+    """Prints what was found and ends; DeepSpeed's threads need not end first."""
+    dist.barrier()
+    sys.stdout.flush()
+    print("\n" + json.dumps(found), flush=True)
+    os._exit(0)
+
+
+def main(folder: Path, names: list[str]) -> None:
+    join()
+    found = {name: compared(SETTINGS[name], place_of(folder, name)) for name in names or SETTINGS}
     alone = train(llama, text_batches(dist.get_rank()), folder / str(dist.get_rank()))
     found["alone"] = {
         "bytes": [[left_memory(one) for one in alone.statistics]],
         "replayed": [alone.statistics[-1]["replayed_bytes"]],
     }
-    dist.barrier()
-    sys.stdout.flush()
-    print("\n" + json.dumps(found), flush=True)
-    os._exit(0)  # DeepSpeed's threads need not end first
+    end(found)
 
 
 if __name__ == "__main__":

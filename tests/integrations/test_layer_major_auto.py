@@ -16,14 +16,14 @@ from megatron.offload import ConfigurationError, LayerMajor, Placement, offload_
 from megatron.offload.activations.placement.plan import Plan, PlannedPart
 from megatron.offload.activations.placement.plan_file import load_plans, save_plans
 from megatron.offload.planner.profile.stage_profile import StageProfile
+from tests.support import models
 from tests.support.layer_major import one_by_one
-from tests.support.models import Block
 
 HIDDEN, NUM_LAYERS, UNITS, MICRO_BATCHES = 64, 6, 3, 4
 UNIT_OF = {f"blocks.{number}": number // 2 for number in range(NUM_LAYERS)}
 
 
-class Counted(Block):
+class Counted(models.Block):
     """A block that counts how often it runs, also in backward."""
 
     runs = 0
@@ -33,20 +33,11 @@ class Counted(Block):
         return super().forward(x)
 
 
-class Stack(torch.nn.Module):
+class Stack(models.Stack):
     """Blocks with attention, norms and dropout, and a loss."""
 
     def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.first = torch.nn.Linear(HIDDEN, HIDDEN)
-        self.blocks = torch.nn.ModuleList(Counted(HIDDEN) for _ in range(NUM_LAYERS))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
+        super().__init__(HIDDEN, NUM_LAYERS, Counted)
 
 
 class Trained:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -197,10 +198,7 @@ def test_files_of_the_model_beneath_a_head(tmp_path: Path) -> None:
 
 def test_a_whole_file_goes_before_an_index(folder: Path, tmp_path: Path) -> None:
     """As transformers has it: the model was saved again into the folder of an older one."""
-    copied = tmp_path / "model"
-    copied.mkdir()
-    for one in folder.iterdir():
-        (copied / one.name).write_bytes(one.read_bytes())
+    copied = shutil.copytree(folder, tmp_path / "model")
     torch.manual_seed(7)
     newer = transformers.LlamaForCausalLM(config())
     save_file(newer.state_dict(), copied / "model.safetensors")
@@ -280,10 +278,7 @@ def test_what_is_changed_is_written_and_the_files_stay(
 
 
 def test_a_file_that_changes_meanwhile_ends_the_training(folder: Path, tmp_path: Path) -> None:
-    copied = tmp_path / "model"
-    copied.mkdir()
-    for one in folder.iterdir():
-        (copied / one.name).write_bytes(one.read_bytes())
+    copied = shutil.copytree(folder, tmp_path / "model")
     model = without_memory().requires_grad_(False)
     offloaded = offload_parameters(model, tmp_path, weights=copied, in_place=True)
     model = with_adapters(model)
@@ -299,10 +294,7 @@ def test_a_file_that_changes_meanwhile_ends_the_training(folder: Path, tmp_path:
 def test_what_is_changed_behind_files_that_have_changed_is_written(
     folder: Path, tmp_path: Path
 ) -> None:
-    copied = tmp_path / "model"
-    copied.mkdir()
-    for one in folder.iterdir():
-        (copied / one.name).write_bytes(one.read_bytes())
+    copied = shutil.copytree(folder, tmp_path / "model")
     other, model = in_memory(folder), without_memory().requires_grad_(False)
     settings = {"weights": copied, "in_place": True, "live_units": 4}  # all are in memory
     with offload_parameters(model, tmp_path, **settings) as offloaded:
@@ -425,10 +417,7 @@ def test_a_damaged_index_is_said_to_be_one(folder: Path, tmp_path: Path) -> None
 def test_a_file_that_is_cut_short_meanwhile_is_an_error_and_leaves_nothing_open(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copied = tmp_path / "model"
-    copied.mkdir()
-    for one in folder.iterdir():
-        (copied / one.name).write_bytes(one.read_bytes())
+    copied = shutil.copytree(folder, tmp_path / "model")
     real = saved_values.WeightFiles
 
     def then_cut(path: Path, base: str) -> Any:

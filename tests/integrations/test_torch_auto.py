@@ -22,26 +22,18 @@ from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.simulator.instructions import KEEP
 from megatron.offload.planner.simulator.timeline import Timeline
 from megatron.offload.planner.solver.solve import solve
-from tests.support.models import Block
+from tests.support import models
 from tests.support.same_training import Batch, Training, train
 
 HIDDEN, NUM_LAYERS = 64, 6
 LAYERS = [f"blocks.{number}" for number in range(NUM_LAYERS)]
 
 
-class Stack(torch.nn.Module):
+class Stack(models.Stack):
     """Blocks with attention, norms and dropout, and a loss."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.first = torch.nn.Linear(HIDDEN, HIDDEN)
-        self.blocks = torch.nn.ModuleList(Block(HIDDEN) for _ in range(NUM_LAYERS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
+        super().__init__(HIDDEN, NUM_LAYERS)
 
 
 def batches(num_steps: int) -> list[Batch]:

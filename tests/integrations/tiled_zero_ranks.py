@@ -9,10 +9,6 @@ a step, and the lengths that a layer saw.
 from __future__ import annotations
 
 import collections
-import importlib
-import json
-import logging
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,8 +19,16 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
 
 from megatron.offload import ConfigurationError, offload_activations
-from tests.integrations.deepspeed_ranks import ON_THE_HOST, PARAMETERS_TOO, ZERO_3, config_of
-from tests.support.ranks import init_process_group
+from tests.integrations.deepspeed_ranks import (
+    ON_THE_HOST,
+    PARAMETERS_TOO,
+    ZERO_3,
+    config_of,
+    end,
+    from_all,
+    join,
+    place_of,
+)
 from tests.support.text_models import checkpointed_llama, llama, text_batches
 
 TILE = 7
@@ -113,22 +117,11 @@ def compared(setting: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def main(folder: Path, names: list[str]) -> None:
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    init_process_group()
-    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # as elsewhere
-    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-    torch.set_num_threads(1)
+    join()
     found: dict[str, Any] = {"refused": refused()}
     for name in names or SETTINGS:
-        place = folder / str(dist.get_rank()) / "".join(c for c in name if c.isalnum())
-        place.mkdir(parents=True)
-        found[name] = compared(SETTINGS[name], place)
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, found)
-    dist.barrier()
-    sys.stdout.flush()
-    print("\n" + json.dumps(every), flush=True)
-    os._exit(0)  # DeepSpeed's threads need not end first
+        found[name] = compared(SETTINGS[name], place_of(folder, name))
+    end(from_all(found))
 
 
 if __name__ == "__main__":

@@ -8,21 +8,16 @@ many attentions saw whole sequences, and how far the loss is from that of one pr
 
 from __future__ import annotations
 
-import importlib
-import json
-import logging
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tests.support.ranks import init_process_group
+from tests.integrations.deepspeed_ranks import end, from_all, join, place_of
 from tests.support.same_training import Batch, train
 from tests.support.text_models import TOKENS, llama, text_batches
 
@@ -59,11 +54,7 @@ def loss_of(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def main(folder: Path) -> None:
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    init_process_group()
-    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
-    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-    torch.set_num_threads(1)
+    join()
     batches = whole_batches()
     torch.manual_seed(5)
     with torch.no_grad():
@@ -90,24 +81,17 @@ def main(folder: Path) -> None:
     shares = [share_of(batch) for batch in batches]
     alone = train(llama, shares, call=loss_of)
     for name, settings in SETTINGS.items():
-        place = folder / str(dist.get_rank()) / name.replace(" ", "")
-        place.mkdir(parents=True)
-        offloaded = train(llama, shares, place, call=loss_of, **settings)
+        offloaded = train(llama, shares, place_of(folder, name), call=loss_of, **settings)
         same = all(
             getattr(alone, of) == getattr(offloaded, of)
             for of in ("losses", "gradients", "weights")
         )
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, same)
         moved = [
             int(one["offloaded_bytes"] + one["replayed_bytes"]) for one in offloaded.statistics
         ]
-        found[name] = {"identical": every, "bytes": moved, "left": offloaded.left_bytes}
+        found[name] = {"identical": from_all(same), "bytes": moved, "left": offloaded.left_bytes}
     found["lengths"] = sorted(set(lengths))
-    dist.barrier()
-    sys.stdout.flush()
-    print("\n" + json.dumps(found), flush=True)
-    os._exit(0)  # DeepSpeed's threads need not end first
+    end(found)
 
 
 if __name__ == "__main__":

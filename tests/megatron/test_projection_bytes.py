@@ -10,6 +10,7 @@ of a small LLaMA-like layer).
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from megatron.offload import cli
 from megatron.offload.activations.placement.plan_file import load_plans
 from megatron.offload.activations.placement.policy import WHOLE_LAYER, Placement
 from megatron.offload.activations.saved.bits import bits_bytes
+from megatron.offload.planner.profile.stage_profile import PartProfile
 from megatron.offload.planner.projection.hardware import DriveSpec, GpuSpec, Hardware
 from megatron.offload.planner.projection.model import Experts, Parallelism, Transformer
 from megatron.offload.planner.projection.projection import Projection, project
@@ -24,6 +26,34 @@ from tests.support.launch import train
 
 MIN_BYTES = 1024  # statistics of norms and most log-sum-exps of this tiny model are smaller
 LAYERS = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "dtype": "fp32"}
+
+
+def offloaded(tmp_path: Path, *flags: str, world_size: int = 1) -> dict[str, Any]:
+    """What the engine counted in the second step of a training with offload."""
+    outcome = train(
+        "--attention-dropout 0 --train-iters 2",
+        f"--activation-offload ssd --activation-offload-dir {tmp_path}",
+        f"--activation-offload-io buffered --activation-offload-min-bytes {MIN_BYTES}",
+        *flags,
+        world_size=world_size,
+    )
+    counted: dict[str, Any] = outcome.metrics[-1]["offload"]
+    return counted
+
+
+def projected_parts(
+    sizes: dict[str, Any], parallel: Parallelism | None = None, **settings: Any
+) -> list[PartProfile]:
+    """All parts of all layers of the projected model, with these settings of the projection."""
+    model: dict[str, Any] = {**LAYERS, "seq_length": 32, **sizes}
+    projection = Projection(
+        model=Transformer(vocab_size=256, fused_kernels=False, **model),
+        parallel=parallel or Parallelism(global_batch_size=4),
+        hardware=Hardware(GpuSpec.load("a100"), DriveSpec.load("990-pro")),
+        min_bytes=MIN_BYTES,
+        **settings,
+    )
+    return [part for layer in project(projection).layers for part in layer.parts]
 
 
 @pytest.mark.slow(but="dropout")
@@ -71,26 +101,11 @@ def test_projected_bytes_are_what_the_engine_moves(
     tmp_path: Path, flags: str, sizes: dict[str, object], division: dict[str, int]
 ) -> None:
     ranks = division.get("tensor", 1) * division.get("pipeline", 1)
-    outcome = train(
-        "--attention-dropout 0 --train-iters 2 --activation-replay off",
-        f"--activation-offload ssd --activation-offload-dir {tmp_path}",
-        f"--activation-offload-io buffered --activation-offload-min-bytes {MIN_BYTES}",
-        flags,
-        world_size=ranks,
-    )
-    measured = outcome.metrics[-1]["offload"]
-    sizes, division = {**LAYERS, "seq_length": 32, **sizes}, dict(division)
+    measured = offloaded(tmp_path, "--activation-replay off", flags, world_size=ranks)
+    sizes, division = dict(sizes), dict(division)
     sizes["ffn_hidden_size"] = sizes.pop("ffn", None)
     parallel = Parallelism(micro_batch_size=division.pop("mbs", 1), global_batch_size=4, **division)
-    profile = project(
-        Projection(
-            model=Transformer(vocab_size=256, fused_kernels=False, **sizes),  # type: ignore[arg-type]
-            parallel=parallel,
-            hardware=Hardware(GpuSpec.load("a100"), DriveSpec.load("990-pro")),
-            min_bytes=MIN_BYTES,
-        )
-    )
-    parts = [part for layer in profile.layers for part in layer.parts]
+    parts = projected_parts(sizes, parallel)
     passes = parallel.num_micro_batches
     assert measured["offloaded_bytes"] == passes * sum(part.movable_bytes for part in parts)
     assert measured["offloaded_storages"] == passes * sum(part.num_storages for part in parts)
@@ -114,31 +129,16 @@ def test_so_are_those_of_experts(
     tmp_path: Path, flags: str, sizes: dict[str, bool], division: dict[str, int]
 ) -> None:
     """Those of all together: each has storages of its own, as many tokens as it gets."""
-    outcome = train(
-        "--attention-dropout 0 --hidden-dropout 0 --train-iters 2 --activation-replay off",
-        f"--activation-offload ssd --activation-offload-dir {tmp_path} --seq-length 256",
-        f"--activation-offload-io buffered --activation-offload-min-bytes {MIN_BYTES}",
+    measured = offloaded(
+        tmp_path,
+        "--hidden-dropout 0 --activation-replay off --seq-length 256",
         "--num-experts 4 --moe-router-topk 2 --disable-bias-linear",
         flags,
         world_size=division.get("tensor", 1),
     )
-    profile = project(
-        Projection(
-            model=Transformer(
-                **LAYERS,  # type: ignore[arg-type]
-                seq_length=256,
-                vocab_size=256,
-                fused_kernels=False,
-                experts=Experts(4, 2),
-                **sizes,  # type: ignore[arg-type]
-            ),
-            parallel=Parallelism(global_batch_size=4, **division),  # type: ignore[arg-type]
-            hardware=Hardware(GpuSpec.load("a100"), DriveSpec.load("990-pro")),
-            min_bytes=MIN_BYTES,
-        )
-    )
-    parts = [part for layer in profile.layers for part in layer.parts]
-    moved = outcome.metrics[-1]["offload"]["offloaded_bytes"] / 4
+    parallel = Parallelism(global_batch_size=4, **division)
+    parts = projected_parts({"seq_length": 256, "experts": Experts(4, 2), **sizes}, parallel)
+    moved = measured["offloaded_bytes"] / 4
     # The router keeps a few more numbers of each token than its scores.
     assert moved == pytest.approx(sum(part.movable_bytes for part in parts), rel=0.03)
 
@@ -156,27 +156,8 @@ def test_so_are_those_of_experts(
     ],
 )
 def test_so_is_what_is_replayed(tmp_path: Path, flags: str, sizes: dict[str, object]) -> None:
-    outcome = train(
-        "--attention-dropout 0 --train-iters 2",
-        f"--activation-offload ssd --activation-offload-dir {tmp_path}",
-        f"--activation-offload-io buffered --activation-offload-min-bytes {MIN_BYTES}",
-        flags,
-    )
-    measured = outcome.metrics[-1]["offload"]
-    projection = Projection(
-        model=Transformer(
-            **LAYERS,  # type: ignore[arg-type]
-            seq_length=32,
-            vocab_size=256,
-            fused_kernels=False,
-            **sizes,  # type: ignore[arg-type]
-        ),
-        parallel=Parallelism(global_batch_size=4),
-        hardware=Hardware(GpuSpec.load("a100"), DriveSpec.load("990-pro")),
-        min_bytes=MIN_BYTES,
-        replay=True,
-    )
-    parts = [part for layer in project(projection).layers for part in layer.parts]
+    measured = offloaded(tmp_path, flags)
+    parts = projected_parts(sizes, replay=True)
     moved = sum(part.movable_bytes for part in parts)
     replayed = sum(part.replayed_bytes for part in parts)
     if "hidden_dropout" in sizes:  # here each part's noise is made again of its bits: no GPU has it
@@ -201,29 +182,12 @@ def test_so_is_what_a_codec_encodes(
     tmp_path: Path, codec: str, replay: str, flags: str, sizes: dict[str, object]
 ) -> None:
     """Of int4 they are not: here a bias is added in an operation of its own, so to a sum."""
-    outcome = train(
-        "--attention-dropout 0 --hidden-dropout 0 --train-iters 2",
-        f"--activation-codec {codec} --activation-replay {replay}",
-        f"--activation-offload ssd --activation-offload-dir {tmp_path}",
-        f"--activation-offload-io buffered --activation-offload-min-bytes {MIN_BYTES}",
+    measured = offloaded(
+        tmp_path,
+        f"--hidden-dropout 0 --activation-codec {codec} --activation-replay {replay}",
         flags,
     )
-    measured = outcome.metrics[-1]["offload"]
-    projection = Projection(
-        model=Transformer(
-            **LAYERS,  # type: ignore[arg-type]
-            seq_length=32,
-            vocab_size=256,
-            fused_kernels=False,
-            **sizes,  # type: ignore[arg-type]
-        ),
-        parallel=Parallelism(global_batch_size=4),
-        hardware=Hardware(GpuSpec.load("a100"), DriveSpec.load("990-pro")),
-        min_bytes=MIN_BYTES,
-        replay=replay == "on",
-        codec=codec,
-    )
-    parts = [part for layer in project(projection).layers for part in layer.parts]
+    parts = projected_parts(sizes, replay=replay == "on", codec=codec)
     assert measured["offloaded_bytes"] == 4 * sum(part.movable_bytes for part in parts)
     assert measured["offloaded_storages"] == 4 * sum(part.num_storages for part in parts)
     again = measured["encoded_bytes"] + measured["replayed_bytes"]

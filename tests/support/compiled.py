@@ -12,23 +12,14 @@ from typing import Any
 import torch
 
 from megatron.offload import offload_activations
-from tests.support.models import Block
+from tests.support import models
 
 HIDDEN, LAYERS, STEPS = 64, 3, 3
 
 
-class Stack(torch.nn.Module):
+class Stack(models.Stack):
     def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.first = torch.nn.Linear(HIDDEN, HIDDEN)
-        self.blocks = torch.nn.ModuleList(Block(HIDDEN) for _ in range(LAYERS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
+        super().__init__(HIDDEN, LAYERS)
 
 
 def batch(step: int, length: int = 32) -> torch.Tensor:

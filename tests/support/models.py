@@ -45,6 +45,22 @@ class Block(torch.nn.Module):
         return x + torch.nn.functional.dropout(self.down(hidden), 0.1, self.training)
 
 
+class Stack(torch.nn.Module):
+    """Blocks behind a linear layer, and a loss."""
+
+    def __init__(self, hidden: int, num_layers: int, block: Callable[[int], Any] = Block) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = torch.nn.Linear(hidden, hidden)
+        self.blocks = torch.nn.ModuleList(block(hidden) for _ in range(num_layers))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
 class Model(torch.nn.Module):
     """A stack of blocks; each is captured as one layer."""
 

@@ -24,7 +24,7 @@ from megatron.offload.tiers.file import UnlinkedFile
 from megatron.offload.tiers.io_threads import IoThreads
 from megatron.offload.tiers.ssd import SsdBlock, SsdTier
 from megatron.offload.tiers.staging import PIECE_BYTES
-from tests.conftest import Gate
+from tests.conftest import Gate, gate_before
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.waiting import SOON_S, wait_until
 
@@ -55,17 +55,8 @@ def make_tier(tmp_path: Path) -> Iterator[Tiers]:
 @pytest.fixture
 def read_gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Every read waits at this gate, in its I/O thread; then it takes what the file has."""
-    gate = Gate()
-    read = UnlinkedFile.read
-
-    def gated(self: UnlinkedFile, body: memoryview, offset: int) -> None:
-        gate.arrived.release()
-        assert gate.open.wait(timeout=SOON_S)
-        read(self, body, offset)
-
-    monkeypatch.setattr(UnlinkedFile, "read", gated)
-    yield gate
-    gate.open.set()
+    with gate_before("read", monkeypatch) as gate:
+        yield gate
 
 
 def storage_of(num_bytes: int, value: int) -> torch.UntypedStorage:

@@ -229,40 +229,84 @@ def test_checkpoints_without_an_optimizer_move_no_states(
     assert megatron_lm.events == ["load", "build", "load"]
 
 
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ({"async_save": True}, "needs a copy of all of them in memory; drop --async-save"),
-        ({"optimizer_cpu_offload": True}, "drop --optimizer-cpu-offload"),
-        ({"optimizer": "muon"}, "optimizer muon cannot be combined with state offload"),
-        ({"log_params_norm": True}, "drop --log-params-norm"),
-        ({"use_torch_fsdp2": True}, "use_torch_fsdp2 cannot be combined"),
-    ],
-)
-def test_optimizers_whose_states_cannot_move_are_refused_before_a_model_is_built(
-    megatron_lm: FakeMegatronLm, script: TrainingScript, flags: dict[str, Any], sentence: str
-) -> None:
-    vars(megatron_lm.flags).update(flags)
-    parse(megatron_lm, "--optimizer-state-offload", "host")
-    with pytest.raises(ConfigurationError, match=sentence):
-        set_up(megatron_lm)
-    assert megatron_lm.events == []
+ACTIVATIONS = ["--activation-offload", "ssd", "--activation-offload-dir", "."]
+STATES = ["--optimizer-state-offload", "host"]
+PARAMETERS = ["--parameter-offload", "host"]
+UNITS = ["--layer-major-units", "2"]
 
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
-    ("flags", "sentence"),
+    ("argv", "flags", "changed", "sentence"),
     [
-        ({"log_params_norm": True}, "drop --log-params-norm"),
-        ({"check_weight_hash_across_dp_replicas_interval": 100}, "look the same on all replicas"),
+        # what offload of activations does not fit with
+        (
+            ACTIVATIONS,
+            {"use_megatron_fsdp": True},
+            {},
+            "use_megatron_fsdp cannot be combined with offload",
+        ),
+        (ACTIVATIONS, {"use_torch_fsdp2": True}, {}, "use_torch_fsdp2 cannot be combined"),
+        (ACTIVATIONS, {"use_legacy_models": True}, {}, "use_legacy_models cannot be combined"),
+        (ACTIVATIONS, {"inprocess_restart": True}, {}, "inprocess_restart cannot be combined"),
+        (ACTIVATIONS, {"perform_rl_step": True}, {}, "perform_rl_step cannot be combined"),
+        (ACTIVATIONS, {"gtp_weight_remat_size": 2}, {}, "gtp_weight_remat_size cannot be combined"),
+        (ACTIVATIONS, {}, {"cuda_graph_impl": "local"}, "drop --cuda-graph-impl"),
+        (
+            ACTIVATIONS,
+            {},
+            {"distribute_saved_activations": True},
+            "drop --distribute-saved-activations",
+        ),
+        # our own flags
+        (["--activation-offload", "ssd"], {}, {}, "needs a place on an SSD"),
+        ([*ACTIVATIONS[:-1], "/no/such/place"], {}, {}, "/no/such/place"),
+        # optimizers whose states cannot move
+        (
+            STATES,
+            {"async_save": True},
+            {},
+            "needs a copy of all of them in memory; drop --async-save",
+        ),
+        (STATES, {"optimizer_cpu_offload": True}, {}, "drop --optimizer-cpu-offload"),
+        (STATES, {"optimizer": "muon"}, {}, "optimizer muon cannot be combined with state offload"),
+        (STATES, {"log_params_norm": True}, {}, "drop --log-params-norm"),
+        (STATES, {"use_torch_fsdp2": True}, {}, "use_torch_fsdp2 cannot be combined"),
+        # who looks at parameters that move
+        (PARAMETERS, {"log_params_norm": True}, {}, "drop --log-params-norm"),
+        (
+            PARAMETERS,
+            {"check_weight_hash_across_dp_replicas_interval": 100},
+            {},
+            "look the same on all replicas",
+        ),
+        # steps in units that cannot be
+        (UNITS, {}, {"pipeline_model_parallel_size": 2}, "needs a model on one pipeline stage"),
+        (UNITS, {}, {"recompute_granularity": "full"}, "checkpoints hide the layers"),
+        (UNITS, {}, {"fp8": "hybrid"}, "fp8 hybrid cannot be combined with --layer-major-units"),
+        (
+            UNITS,
+            {"use_megatron_fsdp": True},
+            {},
+            "use_megatron_fsdp cannot be combined with offload",
+        ),
+        ([*UNITS, "--activation-boundary", "host"], {}, {}, "needs --activation-offload ssd"),
     ],
 )
-def test_who_looks_at_parameters_that_move_is_refused_before_a_model_is_built(
-    megatron_lm: FakeMegatronLm, script: TrainingScript, flags: dict[str, Any], sentence: str
+def test_what_cannot_be_is_refused_before_a_model_is_built(
+    megatron_lm: FakeMegatronLm,
+    script: TrainingScript,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    argv: list[str],
+    flags: dict[str, Any],
+    changed: dict[str, Any],
+    sentence: str,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     vars(megatron_lm.flags).update(flags)
-    parse(megatron_lm, "--parameter-offload", "host")
+    megatron_lm.settings = settings(**changed)
+    parse(megatron_lm, *argv)
     with pytest.raises(ConfigurationError, match=sentence):
         set_up(megatron_lm)
     assert megatron_lm.events == []
@@ -280,64 +324,6 @@ def test_t5_needs_room_for_its_encoder_its_decoder_and_what_lies_between(
     megatron_lm.flags.decoder_seq_length = megatron_lm.flags.seq_length
     set_up(megatron_lm)
     assert 2 * one_block < installed["reserve_bytes"] < 3 * one_block
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize(
-    ("flags", "changed", "sentence"),
-    [
-        (
-            {"use_megatron_fsdp": True},
-            {},
-            "use_megatron_fsdp cannot be combined with offload",
-        ),
-        ({"use_torch_fsdp2": True}, {}, "use_torch_fsdp2 cannot be combined"),
-        (
-            {"use_legacy_models": True},
-            {},
-            "use_legacy_models cannot be combined",
-        ),
-        ({"inprocess_restart": True}, {}, "inprocess_restart cannot be combined"),
-        ({"perform_rl_step": True}, {}, "perform_rl_step cannot be combined"),
-        ({"gtp_weight_remat_size": 2}, {}, "gtp_weight_remat_size cannot be combined"),
-        ({}, {"cuda_graph_impl": "local"}, "drop --cuda-graph-impl"),
-        ({}, {"distribute_saved_activations": True}, "drop --distribute-saved-activations"),
-    ],
-)
-def test_flags_that_do_not_fit_are_refused_before_a_model_is_built(
-    megatron_lm: FakeMegatronLm,
-    script: TrainingScript,
-    tmp_path: Path,
-    flags: dict[str, Any],
-    changed: dict[str, Any],
-    sentence: str,
-) -> None:
-    vars(megatron_lm.flags).update(flags)
-    megatron_lm.settings = settings(**changed)
-    parse(megatron_lm, "--activation-offload", "ssd", "--activation-offload-dir", str(tmp_path))
-    with pytest.raises(ConfigurationError, match=sentence):
-        set_up(megatron_lm)
-    assert megatron_lm.events == []
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize(
-    ("argv", "sentence"),
-    [
-        (["--activation-offload", "ssd"], "needs a place on an SSD"),
-        (
-            ["--activation-offload", "ssd", "--activation-offload-dir", "/no/such/place"],
-            "/no/such/place",
-        ),
-    ],
-)
-def test_our_own_flags_are_checked_before_a_model_is_built(
-    megatron_lm: FakeMegatronLm, script: TrainingScript, argv: list[str], sentence: str
-) -> None:
-    parse(megatron_lm, *argv)
-    with pytest.raises(ConfigurationError, match=sentence):
-        set_up(megatron_lm)
-    assert megatron_lm.events == []
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -367,38 +353,6 @@ def test_steps_in_units_need_no_offload(
     assert installed["layer_major"].num_units == 2 and installed["layer_major"].alternates
     plain = (str, int, float, type(None))
     assert all(isinstance(value, plain) for value in vars(megatron_lm.flags).values())
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize(
-    ("argv", "flags", "changed", "sentence"),
-    [
-        ([], {}, {"pipeline_model_parallel_size": 2}, "needs a model on one pipeline stage"),
-        ([], {}, {"recompute_granularity": "full"}, "checkpoints hide the layers"),
-        ([], {}, {"fp8": "hybrid"}, "fp8 hybrid cannot be combined with --layer-major-units"),
-        (
-            [],
-            {"use_megatron_fsdp": True},
-            {},
-            "use_megatron_fsdp cannot be combined with offload",
-        ),
-        (["--activation-boundary", "host"], {}, {}, "needs --activation-offload ssd"),
-    ],
-)
-def test_steps_in_units_that_cannot_be_are_refused_before_a_model_is_built(
-    megatron_lm: FakeMegatronLm,
-    script: TrainingScript,
-    argv: list[str],
-    flags: dict[str, Any],
-    changed: dict[str, Any],
-    sentence: str,
-) -> None:
-    vars(megatron_lm.flags).update(flags)
-    megatron_lm.settings = settings(**changed)
-    parse(megatron_lm, "--layer-major-units", "2", *argv)
-    with pytest.raises(ConfigurationError, match=sentence):
-        set_up(megatron_lm)
-    assert megatron_lm.events == []
 
 
 @pytest.mark.usefixtures("one_rank")

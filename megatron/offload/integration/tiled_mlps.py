@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 
+from megatron.offload.activations.saved.autograd_graph import nodes_behind
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.integration.own_attributes import put
 from megatron.offload.integration.replaced_forwards import ReplacedForwards
@@ -303,16 +304,9 @@ def _wants_gradient(
     result: torch.Tensor, parameters: Sequence[torch.Tensor]
 ) -> Iterator[torch.Tensor]:
     """The leaves that backward from `result` comes to, but not through one of `parameters`."""
-    behind = {node for one in parameters if (node := one.grad_fn) is not None}
-    todo, seen = [result.grad_fn], set(behind)
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in nodes_behind([result.grad_fn], [one.grad_fn for one in parameters]):
         if (leaf := getattr(node, "variable", None)) is not None:
             yield leaf
-        todo += [following for following, _ in node.next_functions]
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from megatron.offload.activations.saved.autograd_graph import nodes_behind
 from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.layer_major.boundary import Boundary
 from megatron.offload.layer_major.config import refusal
@@ -273,7 +274,7 @@ class GraphCuts:
     def check(self, unit: int, nodes: Sequence[Node]) -> None:
         """Raises ConfigurationError if the graph of a unit reaches into an earlier one."""
         begins = self._begins[unit] if unit else 0
-        for node in _reached(nodes):
+        for node in nodes_behind(nodes):
             if node._sequence_nr() < begins:
                 raise refusal(
                     f"a tensor that was made before a unit ({node.name()}; by an earlier one, or "
@@ -293,19 +294,6 @@ def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
     return all(mine is theirs for mine, theirs in zip(one, other, strict=True))
 
 
-def _reached(nodes: Sequence[Node]) -> Iterator[Node]:
-    """All nodes of a graph that backward would run."""
-    seen: set[Node] = set()
-    left = list(nodes)
-    while left:
-        node = left.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        yield node
-        left += [next_node for next_node, _ in node.next_functions if next_node is not None]
-
-
 def _uses_of_leaves(nodes: Sequence[Node], *, autocasts: bool) -> dict[Any, Node]:
     """Where the gradients of each leaf come together in a unit, by what is the same in all units.
 
@@ -313,7 +301,7 @@ def _uses_of_leaves(nodes: Sequence[Node], *, autocasts: bool) -> dict[Any, Node
     """
     found: dict[Any, Node] = {}
     casts: dict[Node, list[Node]] = {}
-    for node in _reached(nodes):
+    for node in nodes_behind(nodes):
         if is_leaf(node):
             found[node] = node
         elif autocasts and node.name() == "ToCopyBackward0":

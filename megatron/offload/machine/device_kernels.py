@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels in the place of operations of torch, where they give the same bits."""
+"""Kernels in the place of operations of torch, where they give the same bits: `Kernels`.
+
+By numba for a CPU, by Triton for a GPU. Modules with operations of torch call them.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import logging
@@ -13,6 +17,39 @@ from typing import Any
 import torch
 
 logger = logging.getLogger(__name__)
+
+
+class Kernels:
+    """What computes faster than a module's operations of torch; loaded with its first use.
+
+    Args:
+        name: of the module. `NAME_on_host` has machine code for a CPU, `NAME_on_gpu` Triton
+            kernels.
+        prefix: of the sentence that says why there are none for a GPU.
+        agrees: whether Triton kernels, on a device, give the bits of torch.
+    """
+
+    def __init__(self, name: str, prefix: str, agrees: Callable[[Any, torch.device], bool]) -> None:
+        self._name, self._prefix, self._agrees = name, prefix, agrees
+        self.on_host = functools.cache(self._load_on_host)
+        self.on_gpu = functools.cache(self._load_on_gpu)
+
+    def of(self, values: torch.Tensor) -> Any:
+        """The module of kernels for values of this type on this device; None: there is none."""
+        if values.device.type == "cuda":
+            return self.on_gpu(values.device)
+        has_kernel = values.device.type == "cpu" and values.dtype in (torch.float32, torch.bfloat16)
+        return self.on_host() if has_kernel else None
+
+    def _load_on_host(self) -> Any:
+        """None: numba is not installed (the extra `auto`)."""
+        if importlib.util.find_spec("numba") is None:
+            return None
+        return importlib.import_module(f"{self._name}_on_host")
+
+    def _load_on_gpu(self, device: torch.device) -> Any:
+        name = f"{self._name}_on_gpu"
+        return load_kernels(name, self._prefix, lambda kernels: self._agrees(kernels, device))
 
 
 def load_kernels(module: str, prefix: str, agrees: Callable[[Any], bool]) -> Any:

@@ -46,7 +46,7 @@ class SharedCounters:
         for place in (module, module.memory):
             for function in (self.memory_stats_as_nested_dict, self.reset_peak_memory_stats):
                 setattr(place, function.__name__, function)
-        for place in _generic_modules():
+        for place in (torch.accelerator, torch.accelerator.memory):
             for name in ("memory_stats", "reset_peak_memory_stats"):
                 setattr(place, name, self._generic(getattr(place, name), getattr(self, name)))
 
@@ -141,13 +141,6 @@ class SharedPeakReader:
 def shared_counters(module: ModuleType) -> SharedCounters:
     """The counters of this process for a kind of device; the first call replaces its functions."""
     return SharedCounters(module)
-
-
-def _generic_modules() -> list[Any]:
-    """Where torch has memory counters of whatever accelerator there is; since 2.9."""
-    generic = getattr(torch, "accelerator", None)
-    memory = getattr(generic, "memory", None)
-    return [one for one in (generic, memory) if hasattr(one, "reset_peak_memory_stats")]
 
 
 def _flat(stats: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

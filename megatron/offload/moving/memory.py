@@ -77,7 +77,7 @@ class FreshMemory:
         self.storage = None
 
 
-class StayingMemory(Protocol):
+class StayingMemory(Memory, Protocol):
     """A `Memory` whose storage object, and so all views of it, stay; it has memory at first."""
 
     @property
@@ -87,22 +87,6 @@ class StayingMemory(Protocol):
 
     def for_read(self) -> torch.UntypedStorage:
         """The storage, with memory again; operations on a device use it after `use_after`."""
-        ...
-
-    def took(self, storage: torch.UntypedStorage) -> None:
-        """A read has begun."""
-        ...
-
-    def use_after(self, device: Device, events: Sequence[Any]) -> None:
-        """Operations that the calling thread queues from now on may use it: `Device.use_after`."""
-        ...
-
-    def leave(self) -> None:
-        """No operation uses it from now on: what it holds next waits for those that are queued."""
-        ...
-
-    def release(self) -> None:
-        """Releases the memory; the host may free it: no read or write of it is under way."""
         ...
 
 

@@ -36,7 +36,6 @@ class LossSettings:
         chunk_tokens: most tokens of a chunk; None: `chunk_tokens_for` says.
         group: ranks that share the vocabulary, in its order; None: one rank has all of it.
         sequence_parallel: hidden states are divided over the group along the tokens.
-        label_smoothing: as of `torch.nn.functional.cross_entropy`.
         ignore_index: a label whose tokens have loss and gradients zero; None: there is none.
         into_main_grad: add the weight's gradient to its `main_grad`, and say so in its
             `grad_added_to_main_grad`, as Megatron's fused accumulation does.
@@ -47,7 +46,6 @@ class LossSettings:
     chunk_tokens: int | None = None
     group: dist.ProcessGroup | None = None
     sequence_parallel: bool = False
-    label_smoothing: float = 0.0
     ignore_index: int | None = None
     into_main_grad: bool = False
     logit_scale: float = 1.0
@@ -149,15 +147,12 @@ class ChunkedLogits:
             gradient: [tokens], of the losses.
             exp_sum: [tokens], the exponentials' sum over the whole vocabulary.
         """
-        smoothing = self.settings.label_smoothing
         gradient = gradient.float()
         if self.settings.ignore_index is not None:
             gradient = gradient.masked_fill(labels == self.settings.ignore_index, 0.0)
         exponentials.mul_((gradient / exp_sum)[:, None])
-        if smoothing:
-            exponentials.sub_((gradient * (smoothing / self.vocab_size))[:, None])
         places, is_here = self.places(labels)
-        of_label, at = gradient * is_here * (1.0 - smoothing), places[:, None]
+        of_label, at = gradient * is_here, places[:, None]
         exponentials.scatter_(1, at, exponentials.gather(1, at) - of_label[:, None])
         if self._slopes is not None:
             exponentials.mul_(self._slopes[: len(exponentials)])

@@ -181,16 +181,13 @@ def token_losses(
         gradient: [tokens], of the losses, if there are `gradients`.
     """
     settings, num_tokens = logits.settings, logits.hidden.shape[0]
-    smoothing = settings.label_smoothing
-    # Rows: sum of exp(logit - largest), the label's logit, and with smoothing the sum of logits.
-    sums = torch.zeros((3, num_tokens), dtype=torch.float32, device=logits.hidden.device)
+    # Rows: sum of exp(logit - largest), the label's logit.
+    sums = torch.zeros((2, num_tokens), dtype=torch.float32, device=logits.hidden.device)
     own = torch.empty_like(sums[0])
     places, is_here = logits.places(labels)
     for rows, wide in logits.chunks(with_gradients=gradients is not None):
         torch.amax(wide, dim=1, out=own[rows])
         sums[1, rows] = wide.gather(1, places[rows, None]).squeeze(1)
-        if smoothing:
-            sums[2, rows] = wide.sum(dim=1)
         sums[0, rows] = wide.sub_(own[rows, None]).exp_().sum(dim=1)
         if gradients is not None and gradient is not None:
             logits.into_gradients(wide, labels[rows], gradient[rows], sums[0, rows])
@@ -204,11 +201,7 @@ def token_losses(
         dist.all_reduce(sums, group=settings.group)
     of_label = sums[1] - largest
     of_label.masked_fill_((labels < 0) | (labels >= logits.vocab_size), 0.0)
-    log_sum = sums[0].log()
-    loss = log_sum - of_label
-    if smoothing:
-        of_all = log_sum - (sums[2] / logits.vocab_size - largest)
-        loss = (1.0 - smoothing) * loss + smoothing * of_all
+    loss = sums[0].log() - of_label
     if settings.ignore_index is not None:
         loss = loss.masked_fill(labels == settings.ignore_index, 0.0)
     return largest, sums[0].clone(), loss

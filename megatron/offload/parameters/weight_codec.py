@@ -19,7 +19,6 @@ A group with an infinite value or a NaN is NaN when it is decoded.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 
 from megatron.offload.errors import PARAMETERS_PREFIX
-from megatron.offload.machine.device_kernels import load_kernels, sample_values
+from megatron.offload.machine.device_kernels import Kernels, sample_values
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -61,7 +60,7 @@ class WeightCodec:
             out: shape [encoded_bytes], uint8, on the same device.
         """
         scales, levels = self._parts(out, len(values), values.dtype)
-        if values.device.type == "cpu" and (kernels := _kernels_for(values)) is not None:
+        if values.device.type == "cpu" and (kernels := KERNELS.of(values)) is not None:
             between = _between(values.device) if self.bits == 4 else None
             kernels.encode(values, levels, scales, between, self.group)
             return
@@ -85,7 +84,7 @@ class WeightCodec:
             encoded: its result, uint8.
             out: of the shape and type of its argument, on the same device.
         """
-        if (kernels := _kernels_for(out)) is not None:
+        if (kernels := KERNELS.of(out)) is not None:
             scales, levels = self._parts(encoded, len(out), out.dtype)
             pairs = _table(4, out.device) if self.bits == 4 else None
             kernels.decode(levels, scales, out, pairs, self.group)
@@ -163,23 +162,6 @@ def _chunk_of(values: torch.Tensor) -> int:
     return _CHUNK if values.device.type == "cpu" else _CHUNK_ON_DEVICE
 
 
-@functools.cache
-def _kernels() -> Any:
-    """Machine code for a CPU, if numba is installed (the extra `auto`); else None."""
-    if importlib.util.find_spec("numba") is None:
-        return None
-    from megatron.offload.parameters import weight_codec_on_host
-
-    return weight_codec_on_host
-
-
-@functools.cache
-def _kernels_on(device: torch.device) -> Any:
-    """Triton kernels for a GPU, if they are installed and give the same bits there; else None."""
-    name = f"{__package__}.weight_codec_on_gpu"
-    return load_kernels(name, PARAMETERS_PREFIX, lambda kernels: kernels_agree(kernels, device))
-
-
 def kernels_agree(kernels: Any, device: torch.device) -> bool:
     """Whether kernels give the bits of operations of torch, of a few thousand values of each type.
 
@@ -204,8 +186,4 @@ def kernels_agree(kernels: Any, device: torch.device) -> bool:
     return True
 
 
-def _kernels_for(values: torch.Tensor) -> Any:
-    if values.device.type == "cuda":
-        return _kernels_on(values.device)
-    has_kernel = values.device.type == "cpu" and values.dtype in (torch.float32, torch.bfloat16)
-    return _kernels() if has_kernel else None
+KERNELS = Kernels(__name__, PARAMETERS_PREFIX, kernels_agree)

@@ -95,21 +95,18 @@ def check_budgets(config: StatesConfig, num_bytes: int, host_bytes: int) -> None
         )
 
 
-def measure_drives(
-    config: StatesConfig, num_bytes: int, measure: Callable[..., tuple[float, float]] | None = None
-) -> None:
+def measure_drives(config: StatesConfig, num_bytes: int) -> None:
     """Measures each drive for less than a second, and logs how long a step will move states.
 
     Args:
         num_bytes: of all states of this rank.
-        measure: returns bytes a second written and read in a directory; for tests.
     """
     moved_bytes = max(num_bytes - config.window_bytes, 0)
     sample_bytes = min(SAMPLE_BYTES, num_bytes // len(config.directories))
     if not moved_bytes or sample_bytes < _LEAST_SAMPLE_BYTES:
         return
     try:
-        rates = [(measure or drive_rates)(one, config, sample_bytes) for one in config.directories]
+        rates = [drive_rates(one, config, sample_bytes) for one in config.directories]
     except OSError as error:
         logger.info("%sthe drives could not be measured (%s)", STATES.prefix, str(error))
         return

@@ -67,7 +67,7 @@ def _compare_kernels(section: Section, device: torch.device) -> None:
     for name, module in (("activations", quantization), ("weights", weight_codec)):
         section.check(
             f"Triton kernels of {name}",
-            module._kernels_on(device) is not None,
+            module.KERNELS.on_gpu(device) is not None,
             "they compile and give the bits of operations of torch",
         )
 

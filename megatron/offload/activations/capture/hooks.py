@@ -14,10 +14,10 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 
+from megatron.offload.activations.capture.not_traced import not_traced
 from megatron.offload.activations.placement.policy import Placement, Policy
 from megatron.offload.activations.saved.autograd_graph import (
     is_kept_by_accumulator,
@@ -130,6 +130,7 @@ class SavedTensorHooks:
 
     # -- Out --------------------------------------------------------------------------------------
 
+    @not_traced  # the compiler knows nothing of versions and addresses
     def pack(
         self,
         tensor: torch.Tensor,
@@ -349,6 +350,7 @@ class SavedTensorHooks:
 
     # -- Back -------------------------------------------------------------------------------------
 
+    @not_traced
     def unpack(self, packed: Packed) -> torch.Tensor:
         """The saved tensor, bit for bit.
 
@@ -407,22 +409,6 @@ class SavedTensorHooks:
             with observer.replaying(record.scope, decodes=recipe.encodes):
                 memory = self._reader.compute(record, recipe, operands)
         return memory
-
-
-def _leave_to_python(*functions: Callable[..., object]) -> None:
-    """Has the compiler of torch run functions as they are, and all that they call.
-
-    It compiles frames of Python that run within `torch.compile`, hooks among them, and knows
-    nothing of versions and addresses.
-    """
-    frames: Any = torch._C._dynamo.eval_frame
-    if hasattr(frames, "set_code_exec_strategy"):  # else a compiler that sees them says so
-        skip = frames._FrameAction.SKIP
-        for one in functions:
-            frames.set_code_exec_strategy(one.__code__, frames._FrameExecStrategy(skip, skip))
-
-
-_leave_to_python(SavedTensorHooks.pack, SavedTensorHooks.unpack)
 
 
 def _is_held(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a part of the autograd graph saved: `saved_tensors_between`.
+"""What a part of the autograd graph saved: `saved_tensors_between`, and `nodes_behind` others.
 
 The engine calls it at the end of each layer's forward. It only reads the graph.
 
@@ -88,6 +88,22 @@ def saved_tensors_between(
     for node, attributes in nodes:
         for saved, tensor in _saved_by(node, attributes):
             yield node, saved, tensor
+
+
+def nodes_behind(begin: Iterable[Any], beyond: Iterable[Any] = ()) -> Iterator[Any]:
+    """The nodes that backward from some would run, themselves too.
+
+    Args:
+        begin: nodes; None among them is none.
+        beyond: nodes at which the walk ends, and which it does not yield.
+    """
+    left, seen = list(begin), {None, *beyond}
+    while left:
+        node = left.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            left += [following for following, _ in node.next_functions]
 
 
 def is_kept_by_accumulator(tensor: torch.Tensor) -> bool:

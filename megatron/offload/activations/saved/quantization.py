@@ -21,8 +21,6 @@ The scales come first, two bytes a group, then the multiples: 8.125 or 4.125 bit
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +28,7 @@ import torch
 
 from megatron.offload.activations.saved.rounding_noise import GROUP, noise_of
 from megatron.offload.errors import PREFIX
-from megatron.offload.machine.device_kernels import load_kernels, sample_values
+from megatron.offload.machine.device_kernels import Kernels, sample_values
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -69,7 +67,7 @@ class Quantization:
         """
         number = values.numel()
         encoded = torch.empty(self.encoded_bytes(number), dtype=torch.uint8, device=values.device)
-        if (kernels := _kernels_for(values)) is not None:
+        if (kernels := KERNELS.of(values)) is not None:
             scales, multiples = _parts(encoded, number)
             kernels.encode(values, multiples, scales, self.bits)
         else:
@@ -98,7 +96,7 @@ class Quantization:
             Shape [num_values].
         """
         values = torch.empty(num_values, dtype=dtype, device=encoded.device)
-        if (kernels := _kernels_for(values)) is not None:
+        if (kernels := KERNELS.of(values)) is not None:
             scales, multiples = _parts(encoded, num_values)
             kernels.decode(multiples, scales, values, self.bits)
         else:
@@ -175,23 +173,6 @@ def _in_groups(values: torch.Tensor) -> torch.Tensor:
     return values.view(-1, GROUP)
 
 
-@functools.cache
-def _kernels() -> Any:
-    """Machine code for a CPU, if numba is installed (the extra `auto`); else None."""
-    if importlib.util.find_spec("numba") is None:
-        return None
-    from megatron.offload.activations.saved import quantization_on_host
-
-    return quantization_on_host
-
-
-@functools.cache
-def _kernels_on(device: torch.device) -> Any:
-    """Triton kernels for a GPU, if they are installed and give the same bits there; else None."""
-    name = f"{__package__}.quantization_on_gpu"
-    return load_kernels(name, PREFIX, lambda kernels: kernels_agree(kernels, device))
-
-
 def kernels_agree(kernels: Any, device: torch.device) -> bool:
     """Whether kernels give the bits of operations of torch, of a few thousand values of each type.
 
@@ -226,8 +207,4 @@ def _scales(encoded: torch.Tensor, num_values: int) -> torch.Tensor:
     return _parts(encoded, num_values)[0].nan_to_num(nan=7)
 
 
-def _kernels_for(values: torch.Tensor) -> Any:
-    if values.device.type == "cuda":
-        return _kernels_on(values.device)
-    has_kernel = values.device.type == "cpu" and values.dtype in (torch.float32, torch.bfloat16)
-    return _kernels() if has_kernel else None
+KERNELS = Kernels(__name__, PREFIX, kernels_agree)

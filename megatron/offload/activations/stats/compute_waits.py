@@ -43,13 +43,11 @@ class StepWaits:
         stall_s: for reads.
         write_wait_s: for room to write.
         hook_s: for the hooks, without the waits in them; known where the step is noted in detail.
-        is_known: whether the device has passed the step.
     """
 
     stall_s: float = 0.0
     write_wait_s: float = 0.0
     hook_s: float = 0.0
-    is_known: bool = False
 
     @property
     def seconds(self) -> float:
@@ -198,7 +196,6 @@ class ComputeWaits:
         self.clock.tell(began, ended, hear)
 
     def _know(self, step: StepWaits, counted: StepStatistics, _: float) -> None:
-        step.is_known = True
         self.last = step
         if not self._is_host:
             counted.stall_s, counted.write_wait_s = step.stall_s, step.write_wait_s

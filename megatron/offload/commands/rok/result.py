@@ -50,7 +50,7 @@ class Result:
         return not self.differences and all(one.is_won for one in self.verdicts)
 
     def to_json(self) -> str:
-        """Text that `from_json` reads; a line for each measurement, verdict, point and training."""
+        """Text that `load` reads; a line for each measurement, verdict, point and training."""
         skip = self.conditions.get("skip_steps", 0)
         values = {
             "title": self.title,
@@ -70,18 +70,10 @@ class Result:
         return ("{\n" + ",\n".join(parts) + "\n}\n").replace(f"{CHECKOUT}/", "")
 
     @classmethod
-    def from_json(cls, text: str) -> Result:
-        """All but the runs. Raises ConfigurationError: it is no rok.json."""
-        return cls._read(text, "this is no rok.json")
-
-    @classmethod
     def load(cls, path: Path) -> Result:
-        """Reads a result's file, as `from_json`. Raises ConfigurationError, OSError."""
-        return cls._read(path.read_bytes(), f"{path} is no rok.json")
-
-    @classmethod
-    def _read(cls, text: str | bytes, otherwise: str) -> Result:
-        with reading(otherwise, "give one that megatron-offload rok has written"):
+        """A file's result, all but the runs. Raises ConfigurationError, OSError."""
+        text = path.read_bytes()
+        with reading(f"{path} is no rok.json", "give one that megatron-offload rok has written"):
             values = from_json(text)
             values["runs"] = ()
             check_finite(values)

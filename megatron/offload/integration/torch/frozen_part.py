@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._pytree import tree_leaves
 
+from megatron.offload.activations.saved.autograd_graph import nodes_behind
 from megatron.offload.activations.saved.quantization import Quantization
 from megatron.offload.errors import FEATURES_PREFIX, ConfigurationError
 from megatron.offload.frozen.digests import digest_of, json_bytes, switches
@@ -335,16 +336,8 @@ def _is_trained(result: torch.Tensor) -> bool:
 
     Trainers have inputs ask for gradients that nothing needs, and so do models (Wav2Vec2).
     """
-    left: list[Any] = [result.grad_fn]
-    seen: set[Any] = {None}
-    while left:
-        node = left.pop()
-        if node not in seen:
-            seen.add(node)
-            if isinstance(getattr(node, "variable", None), torch.nn.Parameter):
-                return True
-            left += [following for following, _ in node.next_functions]
-    return False
+    leaves = (getattr(node, "variable", None) for node in nodes_behind([result.grad_fn]))
+    return any(isinstance(leaf, torch.nn.Parameter) for leaf in leaves)
 
 
 def _wanting(args: Any, kwargs: Any) -> list[torch.Tensor]:

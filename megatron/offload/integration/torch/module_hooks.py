@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 
+from megatron.offload.activations.capture.not_traced import not_traced
 from megatron.offload.errors import PREFIX, OffloadError
 from megatron.offload.integration.hook import Hook, LeftOutOfGraphs, OutsideOfGraphs, do_nothing
 from megatron.offload.integration.own_attributes import put
@@ -251,13 +252,8 @@ class _OutsideOfOwn(Hook):
 
 
 # As `disable(recursive=False)` does, but for its error in exports: no graph begins here.
-_frames: Any = torch._C._dynamo.eval_frame
-if hasattr(_frames, "set_code_exec_strategy"):
-    for _one in (_Call, _OutsideOfOwn):
-        _frames.set_code_exec_strategy(
-            _one.__call__.__code__,
-            _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT),
-        )
+for _one in (_Call, _OutsideOfOwn):
+    not_traced(_one.__call__, with_calls=False)
 
 
 class _CallOfGraph(_Call):

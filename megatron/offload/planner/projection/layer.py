@@ -268,7 +268,7 @@ def _attention(model: Transformer, sizes: _Sizes) -> Work:
         saved.append(Saved(LOG_SUM_EXP, heads * sizes.tokens * 4))
     saved.extend(_dropout(sizes))
     # Flash attention skips what a causal mask hides; products of whole matrices do not.
-    seen = 0.5 if model.causal and model.flash_attention else 1.0
+    seen = 0.5 if model.flash_attention else 1.0
     products = 4 * sizes.tokens * model.seq_length * query * seen / sizes.tensor
     # Eager: two products, a turned copy and a sum.
     rotation = (9 if model.eager else 2) * sizes.divided(query + key) if model.rope else 0

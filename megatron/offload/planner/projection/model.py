@@ -42,7 +42,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Transformer:
-    """A decoder as GPT has it; BERT's encoder differs in `causal` alone.
+    """A decoder as GPT has it.
 
     Attributes:
         num_query_groups: heads that have keys and values of their own; None: all.
@@ -73,7 +73,6 @@ class Transformer:
     gated: bool = False
     rope: bool = False
     rms_norm: bool = False
-    causal: bool = True
     tied_embeddings: bool = True
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
@@ -174,7 +173,7 @@ class Transformer:
             if self.experts is not None and self.has_experts(layer):
                 weights += self.experts.topk * self._mlp_parameters(self.expert_size)
         scores = 2 * self.num_layers * self.seq_length * self.query_size  # of two products
-        return 6.0 * (weights + scores * (0.5 if self.causal else 1.0))
+        return 6.0 * (weights + scores * 0.5)
 
     @property
     def _attention_parameters(self) -> int:

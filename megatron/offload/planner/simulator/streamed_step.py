@@ -29,7 +29,7 @@ import collections
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from megatron.offload.layer_major.boundary import AHEAD
 from megatron.offload.moving.order import live_units
@@ -39,6 +39,8 @@ from megatron.offload.planner.profile.stage_profile import TierProfile
 PARAMETERS, KEPT, MOVING = "parameters", "kept by layers", "activations on their way"
 GRADIENTS = "gradients"
 WAITING = "hidden states that wait", "gradients that wait"
+
+K = TypeVar("K")
 
 
 class UnitWork(NamedTuple):
@@ -281,17 +283,9 @@ class _Run:
 
     def _call_back(self, visit: Visit) -> None:
         """Begins to read what a visit takes; what is being written is still there."""
-        write = self._handed.get(visit)
-        if not isinstance(write, _Write):
-            return
-        if write in self._writes:
-            write.what = 0
-            del self._handed[visit]
-            return
         num_bytes = self._step.boundary_bytes
-        self._hold(write.term, num_bytes)
-        self._handed[visit] = self._read(write.tier, num_bytes)
-        self._sums["handed"] += num_bytes
+        if self._read_back(self._handed, visit, num_bytes):
+            self._sums["handed"] += num_bytes
 
     def _input_bytes(self, unit: int) -> int:
         """Of what a unit's layers save and move, what the unit before has handed over."""
@@ -308,17 +302,20 @@ class _Run:
 
     def _fetch(self, visit: Visit) -> None:
         """Begins to read a visit's activations; those that are being written are still there."""
-        key = visit[:2]
-        write = self._moved.get(key)
+        self._read_back(self._moved, visit[:2], self._units[visit.unit].work.moved_bytes)
+
+    def _read_back(self, moved: dict[K, _Write | float], key: K, num_bytes: int) -> bool:
+        """Whether it begins a read; what is being written is still there."""
+        write = moved.get(key)
         if not isinstance(write, _Write):
-            return
+            return False
         if write in self._writes:
             write.what = 0
-            del self._moved[key]
-            return
-        num_bytes = self._units[visit.unit].work.moved_bytes
-        self._hold(MOVING, num_bytes)
-        self._moved[key] = self._read(write.tier, num_bytes)
+            del moved[key]
+            return False
+        self._hold(write.term, num_bytes)
+        moved[key] = self._read(write.tier, num_bytes)
+        return True
 
     # -- Parameters -----------------------------------------------------------------------------
 
