@@ -73,6 +73,40 @@ def test_off_touches_nothing() -> None:
     offload.close()
 
 
+def test_our_decorator_is_found_beneath_others_and_nowhere_else() -> None:
+    def of_a_trainer(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        return call
+
+    for function in (*hooked(), of_a_trainer(schedules.forward_step), functools.partial(model)):
+        assert not decorators.is_decorated(function)
+    for decorate in (
+        decorators.around_layer,
+        decorators.around_forward_step,
+        decorators.around_backward_step,
+        decorators.around_first_val_step,
+    ):
+        ours = decorate(of_a_trainer(model))
+        assert decorators.is_decorated(ours) and decorators.is_decorated(of_a_trainer(ours))
+        assert list(vars(ours)) == ["__wrapped__"]
+
+
+def test_what_a_patched_megatron_has_decorated_is_left_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = decorators.around_forward_step(schedules.forward_step)
+    monkeypatch.setattr(schedules, "forward_step", there)
+    offload = install(OffloadConfig(mode="ssd", directories=(tmp_path,)), model())
+    assert schedules.forward_step is there
+    assert decorators.is_decorated(schedules.backward_step)
+    offload.close()
+    assert schedules.forward_step is there
+    assert not decorators.is_decorated(schedules.backward_step)
+
+
 def test_a_pass_that_no_backward_follows_is_an_evaluation_s() -> None:
     """Only the pass that comes next, and only where the schedule has said it."""
     step = decorators.around_forward_step(lambda: "Megatron's")
