@@ -30,6 +30,7 @@ import pytest
 import torch
 
 from megatron.offload import offload_activations, offload_optimizer
+from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.errors import ConfigurationError, OffloadError, StorageError
 from megatron.offload.sizes import format_size
 from megatron.offload.tiers import mapped
@@ -622,6 +623,32 @@ def test_waits_are_counted(
     monkeypatch.setattr(UnlinkedFile, "read", slow)
     training.train(1)
     assert training.handle.statistics[name] - before > 0.02
+
+
+@promise("compute waits for a read")
+def test_a_profile_shows_where_compute_waits(
+    stream: str, opened: Callable[..., Training], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = opened(stream, tmp_path).train(0)
+    training.settle()
+    read, compute_waits, ranges = UnlinkedFile.read, threading.Event(), set()
+
+    def gated(file: UnlinkedFile, *args: Any) -> None:
+        compute_waits.wait(SOON_S)
+        compute_waits.set()  # one such time is enough for a test to fail
+        read(file, *args)
+
+    def annotate(_: CpuDevice, name: str) -> contextlib.AbstractContextManager[None]:
+        ranges.add(name)
+        compute_waits.set()
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(UnlinkedFile, "read", gated)
+    monkeypatch.setattr(CpuDevice, "annotate", annotate)
+    training.train(1)
+    names = {ACTIVATIONS: "activation offload: wait for a read", FROZEN: "wait for parameters"}
+    beside = {"wait for parameters"} if stream == GRADIENTS else set()
+    assert ranges == {names.get(stream, f"wait for {stream}")} | beside
 
 
 @promise(
