@@ -10,6 +10,8 @@ drive that fails.
 from __future__ import annotations
 
 import contextlib
+import errno
+import gc
 import json
 import os
 import signal
@@ -196,6 +198,45 @@ def test_a_mapping_that_is_gone_has_no_sentence(tmp_path: Path) -> None:
     assert set(bus_error._sentences) > before
     del gathered
     assert set(bus_error._sentences) == before
+
+
+# -- Where nothing can be mapped ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("times", [1, -1], ids=["once", "for ever"])
+@pytest.mark.parametrize("refused", ["open", "dup"])
+@pytest.mark.parametrize("stream", [STATES, PARAMETERS])
+def test_without_a_file_descriptor_what_is_shown_is_in_memory(
+    stream: str,
+    refused: str,
+    times: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A process has as many files open as it may: the file of the tier cannot be opened again."""
+    training = Training(stream, tmp_path).train(0)
+    training.evaluate()
+    call, left, num_files = getattr(os, refused), [times], len(os.listdir("/proc/self/fd"))
+
+    def refuse(what: Any, *args: Any) -> int:
+        if left[0] and (refused == "dup" or str(what).startswith("/proc/self/fd/")):
+            left[0] -= 1
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        opened: int = call(what, *args)
+        return opened
+
+    monkeypatch.setattr(os, refused, refuse)
+    assert_same(training.outcome(), without_offload(stream, 0))
+    assert left[0] == 0 or left[0] < -1
+    said = [one for one in caplog.messages if "Too many open files" in one]
+    assert len(said) == (stream == STATES) and all("in memory until" in one for one in said)
+    training.train(1)
+    training.evaluate()
+    assert_same(training.outcome(), without_offload(stream, 0, 1))
+    training.close()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) < num_files
 
 
 # -- What we read, and what is loaded -------------------------------------------------------------
