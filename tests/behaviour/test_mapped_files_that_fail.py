@@ -10,12 +10,15 @@ drive that fails.
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
+import functools
 import gc
 import json
 import os
+import pickle
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +28,10 @@ import torch
 from megatron.offload.errors import LostStateError
 from megatron.offload.states.in_files import InFiles
 from megatron.offload.tiers import bus_error
+from tests.support.beneath import beneath
 from tests.support.processes import finish, start_python
 from tests.support.streams import (
+    FROZEN,
     PARAMETERS,
     STATES,
     Training,
@@ -325,6 +330,58 @@ def test_parameters_are_loaded_in_ordinary_memory_a_unit_at_a_time(
     for name, one in made.model.state_dict().items():
         assert torch.equal(one, saved[name]), name
     made.evaluate()
+    for name, one in made.model.state_dict().items():
+        assert torch.equal(one, saved[name]), name
+
+
+@pytest.mark.parametrize("is_shown", [False, True], ids=["away", "shown"])
+@pytest.mark.parametrize("stream", [PARAMETERS, FROZEN])
+def test_parameters_that_are_loaded_whole_need_nothing_of_the_file(
+    stream: str, is_shown: bool, tmp_path: Path
+) -> None:
+    training = Training(stream, tmp_path).train(0)
+    saved = training.checkpoint()
+    training.evaluate()
+    if is_shown:
+        training.handle.expose()
+    cut(training)
+    with pytest.raises(LostStateError, match="could not be read back"):
+        training.train(1)
+    training.load(saved)
+    assert_same(training.train(1).outcome(), without_offload(stream, 0, 1))
+    training.close()
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_parameters_of_which_a_part_is_loaded_are_lost_with_a_sentence(
+    at_once: bool, made: Training
+) -> None:
+    """Said by the load if it goes on to other units, and by whatever uses the unit after it."""
+    saved = {name: one.clone() for name, one in made.model.state_dict().items()}
+    made.evaluate()
+    cut(made)
+    block, left = made.model.blocks[0], "up.weight"
+    part = {n: saved[f"blocks.0.{n}"] for n, _ in block.named_parameters() if n != left}
+    if at_once:
+        block.load_state_dict(part, strict=False)
+    else:
+        with pytest.raises(LostStateError, match=LOST):
+            made.model.load_state_dict(saved | {f"blocks.0.{left}": torch.ones(1)}, strict=False)
+    assert beneath(block.up.weight).isnan().all()
+    uses: list[Callable[[], Any]] = [
+        functools.partial(copy.deepcopy, block),
+        functools.partial(pickle.dumps, block),
+        functools.partial(made.train, 1),
+        made.evaluate,
+        block.state_dict,
+        made.handle.expose,
+    ]
+    for use in uses:
+        with pytest.raises(LostStateError, match=LOST):
+            use()
+    if at_once:
+        block.load_state_dict({left: saved[f"blocks.0.{left}"]}, strict=False)
+    made.model.load_state_dict(saved)
     for name, one in made.model.state_dict().items():
         assert torch.equal(one, saved[name]), name
 
