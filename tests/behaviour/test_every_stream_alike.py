@@ -30,7 +30,6 @@ import pytest
 import torch
 
 from megatron.offload import offload_activations, offload_optimizer
-from megatron.offload.device.cpu import CpuDevice
 from megatron.offload.errors import ConfigurationError, OffloadError, StorageError
 from megatron.offload.sizes import format_size
 from megatron.offload.tiers import mapped
@@ -638,13 +637,13 @@ def test_a_profile_shows_where_compute_waits(
         compute_waits.set()  # one such time is enough for a test to fail
         read(file, *args)
 
-    def annotate(_: CpuDevice, name: str) -> contextlib.AbstractContextManager[None]:
+    def in_range(name: str) -> contextlib.AbstractContextManager[None]:
         ranges.add(name)
         compute_waits.set()
         return contextlib.nullcontext()
 
     monkeypatch.setattr(UnlinkedFile, "read", gated)
-    monkeypatch.setattr(CpuDevice, "annotate", annotate)
+    monkeypatch.setattr(torch.profiler, "record_function", in_range)
     training.train(1)
     names = {ACTIVATIONS: "activation offload: wait for a read", FROZEN: "wait for parameters"}
     beside = {"wait for parameters"} if stream == GRADIENTS else set()

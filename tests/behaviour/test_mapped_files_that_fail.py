@@ -345,8 +345,9 @@ def test_parameters_that_are_loaded_whole_need_nothing_of_the_file(
     if is_shown:
         training.handle.expose()
     cut(training)
-    with pytest.raises(LostStateError, match="could not be read back"):
-        training.train(1)
+    if not is_shown:
+        with pytest.raises(LostStateError, match="could not be read back"):
+            training.train(1)
     training.load(saved)
     assert_same(training.train(1).outcome(), without_offload(stream, 0, 1))
     training.close()
