@@ -633,8 +633,8 @@ def test_a_profile_shows_where_compute_waits(
     read, compute_waits, ranges = UnlinkedFile.read, threading.Event(), set()
 
     def gated(file: UnlinkedFile, *args: Any) -> None:
-        compute_waits.wait(SOON_S)
-        compute_waits.set()  # one such time is enough for a test to fail
+        compute_waits.wait(5)
+        compute_waits.set()  # a test that fails does not take that long again
         read(file, *args)
 
     def in_range(name: str) -> contextlib.AbstractContextManager[None]:
