@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -230,23 +231,38 @@ def test_a_graph_does_not_outlive_parameters_that_were_not_brought_back(tmp_path
         loss.backward()
 
 
-def train_compiled(directory: Path | None) -> list[torch.Tensor]:
+def by_layers(model: Net) -> None:
+    for layer in model.layers:
+        layer.compile(backend="aot_eager")
+
+
+def as_a_whole(model: Net) -> None:
+    """A graph ends at each layer: one that ran on would find parameters away, or old."""
+    model.compile(backend="aot_eager")
+
+
+def train_compiled(compile_it: Callable[[Net], None], directory: Path | None) -> list[torch.Tensor]:
+    torch.compiler.reset()
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     handle = None if directory is None else offload_parameters(model, directory)
-    for layer in model.layers:
-        layer.compile(backend="aot_eager")
+    compile_it(model)
+    found = []
     for step in range(STEPS):
-        model(batch(step)).backward()
+        loss = model(batch(step))
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        found.append(loss.detach())
     if handle is not None:
         handle.close()
-    return [one.detach() for one in model.parameters()]
+    return [*found, *(one.detach() for one in model.parameters())]
 
 
-def test_layers_may_be_compiled(tmp_path: Path) -> None:
-    torch.compiler.reset()
-    expected = train_compiled(None)
-    torch.compiler.reset()
-    assert all(map(torch.equal, train_compiled(tmp_path), expected))
+@pytest.mark.parametrize("compile_it", [by_layers, as_a_whole])
+def test_what_is_compiled_trains_the_same(
+    compile_it: Callable[[Net], None], tmp_path: Path
+) -> None:
+    expected = train_compiled(compile_it, None)
+    found = train_compiled(compile_it, tmp_path)
+    assert all(map(torch.equal, found, expected))

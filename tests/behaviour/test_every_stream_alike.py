@@ -624,6 +624,32 @@ def test_waits_are_counted(
     assert training.handle.statistics[name] - before > 0.02
 
 
+@promise("compute waits for a read")
+def test_a_profile_shows_where_compute_waits(
+    stream: str, opened: Callable[..., Training], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = opened(stream, tmp_path).train(0)
+    training.settle()
+    read, compute_waits, ranges = UnlinkedFile.read, threading.Event(), set()
+
+    def gated(file: UnlinkedFile, *args: Any) -> None:
+        compute_waits.wait(5)
+        compute_waits.set()  # a test that fails does not take that long again
+        read(file, *args)
+
+    def in_range(name: str) -> contextlib.AbstractContextManager[None]:
+        ranges.add(name)
+        compute_waits.set()
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(UnlinkedFile, "read", gated)
+    monkeypatch.setattr(torch.profiler, "record_function", in_range)
+    training.train(1)
+    names = {ACTIVATIONS: "activation offload: wait for a read", FROZEN: "wait for parameters"}
+    beside = {"wait for parameters"} if stream == GRADIENTS else set()
+    assert ranges == {names.get(stream, f"wait for {stream}")} | beside
+
+
 @promise(
     "a timeline is asked for (`--activation-offload-trace`)",
     "it has tracks for the stream's reads and writes",

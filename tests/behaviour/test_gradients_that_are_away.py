@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,10 +26,11 @@ from megatron.offload.moving.bucket import Bucket
 from megatron.offload.moving.storage import Where
 from megatron.offload.parameters.gradients import Gradients
 from megatron.offload.parameters.offloaded_gradient import OffloadedGradient, bucket_of
+from megatron.offload.tiers.file import UnlinkedFile
 from tests.behaviour.test_gradient_offload import batches_of, weights_leave_alone
-from tests.behaviour.test_layer_major_steps import HIDDEN, Language
+from tests.behaviour.test_layer_major_steps import HIDDEN, LAYERS, Language
 from tests.support.layer_major import failing_at
-from tests.support.waiting import wait_until
+from tests.support.waiting import SOON_S, wait_until
 
 __all__ = ["weights_leave_alone"]  # a fixture for all tests
 
@@ -86,6 +89,34 @@ def of_one_step() -> Language:
     torch.manual_seed(7)
     LayerMajor(model).step(batches_of(0), model)
     return model
+
+
+def test_waits_for_writes_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of one unit are being written when those of the next are complete."""
+    session = Session(tmp_path, live_units=LAYERS)  # nothing else moves in the passes
+    compute_waits, waited_s = threading.Event(), 0.0
+    write, wait = UnlinkedFile.write, Bucket.wait_for_write
+
+    def gated(file: UnlinkedFile, *args: Any) -> None:
+        compute_waits.wait(SOON_S)
+        write(file, *args)
+
+    def noted(bucket: Bucket) -> None:
+        nonlocal waited_s
+        assert compute_waits.is_set() or bucket.where is Where.WRITING
+        began = time.perf_counter()
+        compute_waits.set()
+        wait(bucket)
+        waited_s += time.perf_counter() - began
+
+    for unit in session.handle.window.units:
+        unit.wait_for_write()
+    monkeypatch.setattr(UnlinkedFile, "write", gated)
+    monkeypatch.setattr(Bucket, "wait_for_write", noted)
+    session.passes()
+    assert compute_waits.is_set()
+    assert session.handle.statistics["gradient_stall_s"] >= waited_s > 0
+    session.handle.close(restore=False)
 
 
 def in_list(gradient: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -10,10 +10,15 @@ drive that fails.
 from __future__ import annotations
 
 import contextlib
+import copy
+import errno
+import functools
+import gc
 import json
 import os
+import pickle
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +28,10 @@ import torch
 from megatron.offload.errors import LostStateError
 from megatron.offload.states.in_files import InFiles
 from megatron.offload.tiers import bus_error
+from tests.support.beneath import beneath
 from tests.support.processes import finish, start_python
 from tests.support.streams import (
+    FROZEN,
     PARAMETERS,
     STATES,
     Training,
@@ -198,6 +205,45 @@ def test_a_mapping_that_is_gone_has_no_sentence(tmp_path: Path) -> None:
     assert set(bus_error._sentences) == before
 
 
+# -- Where nothing can be mapped ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("times", [1, -1], ids=["once", "for ever"])
+@pytest.mark.parametrize("refused", ["open", "dup"])
+@pytest.mark.parametrize("stream", [STATES, PARAMETERS])
+def test_without_a_file_descriptor_what_is_shown_is_in_memory(
+    stream: str,
+    refused: str,
+    times: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A process has as many files open as it may: the file of the tier cannot be opened again."""
+    training = Training(stream, tmp_path).train(0)
+    training.evaluate()
+    call, left, num_files = getattr(os, refused), [times], len(os.listdir("/proc/self/fd"))
+
+    def refuse(what: Any, *args: Any) -> int:
+        if left[0] and (refused == "dup" or str(what).startswith("/proc/self/fd/")):
+            left[0] -= 1
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        opened: int = call(what, *args)
+        return opened
+
+    monkeypatch.setattr(os, refused, refuse)
+    assert_same(training.outcome(), without_offload(stream, 0))
+    assert left[0] == 0 or left[0] < -1
+    said = [one for one in caplog.messages if "Too many open files" in one]
+    assert len(said) == (stream == STATES) and all("in memory until" in one for one in said)
+    training.train(1)
+    training.evaluate()
+    assert_same(training.outcome(), without_offload(stream, 0, 1))
+    training.close()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) < num_files
+
+
 # -- What we read, and what is loaded -------------------------------------------------------------
 
 
@@ -284,6 +330,59 @@ def test_parameters_are_loaded_in_ordinary_memory_a_unit_at_a_time(
     for name, one in made.model.state_dict().items():
         assert torch.equal(one, saved[name]), name
     made.evaluate()
+    for name, one in made.model.state_dict().items():
+        assert torch.equal(one, saved[name]), name
+
+
+@pytest.mark.parametrize("is_shown", [False, True], ids=["away", "shown"])
+@pytest.mark.parametrize("stream", [PARAMETERS, FROZEN])
+def test_parameters_that_are_loaded_whole_need_nothing_of_the_file(
+    stream: str, is_shown: bool, tmp_path: Path
+) -> None:
+    training = Training(stream, tmp_path).train(0)
+    saved = training.checkpoint()
+    training.evaluate()
+    if is_shown:
+        training.handle.expose()
+    cut(training)
+    if not is_shown:
+        with pytest.raises(LostStateError, match="could not be read back"):
+            training.train(1)
+    training.load(saved)
+    assert_same(training.train(1).outcome(), without_offload(stream, 0, 1))
+    training.close()
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_parameters_of_which_a_part_is_loaded_are_lost_with_a_sentence(
+    at_once: bool, made: Training
+) -> None:
+    """Said by the load if it goes on to other units, and by whatever uses the unit after it."""
+    saved = {name: one.clone() for name, one in made.model.state_dict().items()}
+    made.evaluate()
+    cut(made)
+    block, left = made.model.blocks[0], "up.weight"
+    part = {n: saved[f"blocks.0.{n}"] for n, _ in block.named_parameters() if n != left}
+    if at_once:
+        block.load_state_dict(part, strict=False)
+    else:
+        with pytest.raises(LostStateError, match=LOST):
+            made.model.load_state_dict(saved | {f"blocks.0.{left}": torch.ones(1)}, strict=False)
+    assert beneath(block.up.weight).isnan().all()
+    uses: list[Callable[[], Any]] = [
+        functools.partial(copy.deepcopy, block),
+        functools.partial(pickle.dumps, block),
+        functools.partial(made.train, 1),
+        made.evaluate,
+        block.state_dict,
+        made.handle.expose,
+    ]
+    for use in uses:
+        with pytest.raises(LostStateError, match=LOST):
+            use()
+    if at_once:
+        block.load_state_dict({left: saved[f"blocks.0.{left}"]}, strict=False)
+    made.model.load_state_dict(saved)
     for name, one in made.model.state_dict().items():
         assert torch.equal(one, saved[name]), name
 

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
+import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.offload import ConfigurationError, OffloadConfig
-from megatron.offload.integration.megatron import decorators, install
+from megatron.offload.integration.megatron import decorators, install, layer_hooks
 from megatron.offload.integration.megatron.estimate import (
     MARGIN,
     activation_bytes,
@@ -24,6 +27,7 @@ from megatron.offload.integration.megatron.estimate import (
     stage_of,
 )
 from megatron.offload.integration.megatron.layer_major import LayerMajorHooks
+from megatron.offload.integration.megatron.layer_split import LayerDivision
 from megatron.offload.integration.megatron.versions import SUPPORTED_VERSIONS, check_version
 from megatron.offload.layer_major.config import LayerMajorConfig
 from megatron.offload.layer_set import LayerSet
@@ -71,6 +75,40 @@ def test_off_touches_nothing() -> None:
         pass
     assert offload.statistics == {} and offload.summary() == ""
     offload.close()
+
+
+def test_our_decorator_is_found_beneath_others_and_nowhere_else() -> None:
+    def of_a_trainer(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        return call
+
+    for function in (*hooked(), of_a_trainer(schedules.forward_step), functools.partial(model)):
+        assert not decorators.is_decorated(function)
+    for decorate in (
+        decorators.around_layer,
+        decorators.around_forward_step,
+        decorators.around_backward_step,
+        decorators.around_first_val_step,
+    ):
+        ours = decorate(of_a_trainer(model))
+        assert decorators.is_decorated(ours) and decorators.is_decorated(of_a_trainer(ours))
+        assert list(vars(ours)) == ["__wrapped__"]
+
+
+def test_what_a_patched_megatron_has_decorated_is_left_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = decorators.around_forward_step(schedules.forward_step)
+    monkeypatch.setattr(schedules, "forward_step", there)
+    offload = install(OffloadConfig(mode="ssd", directories=(tmp_path,)), model())
+    assert schedules.forward_step is there
+    assert decorators.is_decorated(schedules.backward_step)
+    offload.close()
+    assert schedules.forward_step is there
+    assert not decorators.is_decorated(schedules.backward_step)
 
 
 def test_a_pass_that_no_backward_follows_is_an_evaluation_s() -> None:
@@ -125,6 +163,59 @@ def test_layer_major_steps_run_the_backward_step_of_each_version(
     )
     LayerMajorHooks._backward(hooks, ("loss", 3))
     assert ran == [expected]
+
+
+def unit_by_unit(model: torch.nn.Module, told: list[object]) -> Callable[[], None]:
+    """Hooks of layer-major steps on a model's layers, and what takes them off again."""
+    hooks = LayerMajorHooks(
+        LayerMajorConfig(units=2), model, SimpleNamespace(), None, None, lambda: None
+    )
+    cast(Any, hooks._schedule).enter_layer = lambda layer, _: told.append(layer)
+    return hooks.close
+
+
+def divided(model: torch.nn.Module, told: list[object]) -> Callable[[], None]:
+    """The same of layers that are divided."""
+    division = LayerDivision(model)
+    watching = contextlib.ExitStack()
+    watching.enter_context(division.watching(lambda tensors, _: told.append(tensors)))
+    watching.callback(division.close)
+    return watching.close
+
+
+class DividedLayer(torch.nn.Module):
+    """Has the middle at which `LayerDivision` divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pre_mlp_layernorm = torch.nn.LayerNorm(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.pre_mlp_layernorm(x)
+        return result
+
+
+@pytest.mark.parametrize("hooked_by", [unit_by_unit, divided])
+def test_copies_and_pickles_of_a_model_have_hooks_that_do_nothing(
+    hooked_by: Callable[..., Callable[[], None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, told = torch.nn.Sequential(DividedLayer(), DividedLayer()), []
+    names = {layer: f"decoder.{number}" for number, layer in enumerate(model, 1)}
+    monkeypatch.setattr(layer_hooks, "layer_names", lambda _: names)
+    x = torch.randn(3, 2, requires_grad=True) * 2  # layers are divided where autograd is
+    expected = model(x)
+    close = hooked_by(model, told)
+    assert torch.equal(model(x), expected)
+    assert len(told) == 2
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert torch.equal(other(x), expected)
+    assert len(told) == 2, "a copy tells of its passes as if it were the model"
+    close()
+    model(x)
+    assert len(told) == 2
 
 
 def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

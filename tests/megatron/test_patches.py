@@ -229,7 +229,7 @@ functions = (
     schedules.backward_step,
     schedules.check_first_val_step,
 )
-print([hasattr(f, "__wrapped__") or hasattr(f, "has_activation_offload") for f in functions])
+print([hasattr(f, "__wrapped__") for f in functions])
 print([f.__code__.co_filename.rpartition("/")[2] for f in functions])
 print([name for name in sys.modules if name.startswith("megatron.offload.")])
 """

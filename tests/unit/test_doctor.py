@@ -238,6 +238,16 @@ def test_what_is_no_local_disk_is_a_warning(file_system, source, word):
     assert check.status is Status.WARNING and word in check.value
 
 
+@pytest.mark.parametrize("file_system", ["btrfs", "zfs", "bcachefs", "ext4", "xfs"])
+def test_a_file_system_that_copies_on_write_is_said(file_system):
+    mount = Mount("0:50", "/", Path("/mnt"), file_system, "/dev/nvme0n1p1", ())
+    check = directory_part._file_system_check(mount)
+    copies = file_system in ("btrfs", "zfs", "bcachefs")
+    assert check.status is (Status.INFO if copies else Status.OK)
+    assert ("may find the disk full" in check.value) is copies
+    assert ("keep some of the disk free" in check.advice) is copies
+
+
 def test_drives_are_judged_by_their_kind():
     def judge(is_rotational, is_virtual=False):
         device = BlockDevice("sda", "Some Disk", is_virtual, is_rotational, None)

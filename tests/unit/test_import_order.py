@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports go one way: in the order of rooms that docs/architecture.md gives, and in no circle."""
+"""Imports go one way: in the order of rooms that docs/architecture.md gives, and in no circle.
+
+And no file of the package is longer than a reader takes in at once.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "megatron.offload"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
+MOST_LINES = 450
 
 
 class Import(NamedTuple):
@@ -146,6 +150,14 @@ def test_no_import_runs_up() -> None:
 def test_no_imports_form_a_circle() -> None:
     circle = circle_in(IMPORTS)
     assert not circle, "files import each other: " + " -> ".join(circle)
+
+
+def test_no_file_is_too_long_to_read() -> None:
+    """One noun a file; a file that grows beyond this has two."""
+    package = ROOT / "megatron" / "offload"
+    lengths = {path: len(path.read_text().splitlines()) for path in package.rglob("*.py")}
+    too_long = [f"{path} has {n} lines" for path, n in lengths.items() if n > MOST_LINES]
+    assert len(lengths) > 200 and not too_long, "; ".join(too_long)
 
 
 def test_the_imports_are_found() -> None:

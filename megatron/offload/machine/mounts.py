@@ -24,6 +24,7 @@ _NETWORK = re.compile(
     r"|smb[23]|smbfs|virtiofs|wekafs"
 )
 _OVERLAY = frozenset(("aufs", "overlay", "overlayfs"))
+_COPIES_ON_WRITE = frozenset(("bcachefs", "btrfs", "nilfs2", "zfs"))
 _MEMORY = frozenset(("devtmpfs", "hugetlbfs", "ramfs", "tmpfs"))
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 
@@ -61,6 +62,11 @@ class Mount:
         if self.file_system in _OVERLAY:
             return FileSystemKind.OVERLAY
         return FileSystemKind.MEMORY if self.file_system in _MEMORY else FileSystemKind.LOCAL
+
+    @property
+    def copies_on_write(self) -> bool:
+        """Whether new bytes of a file take new space, also where it has space already."""
+        return self.file_system in _COPIES_ON_WRITE
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,13 @@ class ParameterPlaces:
         """Whether one was changed in place since it was attached, as autograd's versions tell."""
         return self._versions_now() != self._versions or any(map(_is_written, self._read))
 
+    @property
+    def are_all_changed(self) -> bool:
+        """Whether each was changed in place or replaced since it was put in its place."""
+        changes = zip(self._versions_now(), self._versions, strict=True)
+        changed = {i for i, (now, before) in enumerate(changes) if now != before}
+        return changed.issuperset(set(range(len(self._params))).difference(self._replaced()))
+
     def forget_changes(self) -> None:
         """Takes the present versions as unchanged."""
         self._versions = self._versions_now()

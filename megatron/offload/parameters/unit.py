@@ -34,7 +34,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from megatron.offload.device.device import Device
-from megatron.offload.errors import PARAMETERS_PREFIX, OffloadError
+from megatron.offload.errors import PARAMETERS_PREFIX, LostStateError, OffloadError
 from megatron.offload.moving.layout import Layout
 from megatron.offload.moving.memory import open_staying_memory
 from megatron.offload.moving.only_copy import OnlyCopy
@@ -91,6 +91,7 @@ class ParameterUnit(MovingStorage):
         self._places = ParameterPlaces(self.params, own_parts, away)
         self._homes = [param.device for param in self.params]
         self._has_had_backward = False  # since the last look at what others have changed
+        self._lost = ""  # why its values are, until all of them are overwritten
         self.told_of = -1  # the backward pass that a layer was told of last
         self.was_shown = False  # since then: a graph may have what was shown
         # A graph of before has no hook that brings the unit; so its backward pass is an error.
@@ -195,6 +196,19 @@ class ParameterUnit(MovingStorage):
         )
         self._places.show([views[index, _KEY] for index in range(len(self.params))])
         return is_on_tier
+
+    def lose(self, why: str) -> None:
+        """Its values are lost and are about to be overwritten: in memory, and NaN."""
+        self._lost = why
+        self.make_room()
+        for view in self._places.views:
+            view.fill_(float("nan"))
+
+    def check_values(self) -> None:
+        """Raises LostStateError if not all values were overwritten since they were lost."""
+        if self._lost and not self._places.are_all_changed:
+            raise LostStateError(self._lost)
+        self._lost = ""
 
     @property
     def has_changed(self) -> bool:

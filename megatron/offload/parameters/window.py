@@ -16,6 +16,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -91,6 +92,7 @@ class ParameterWindow:
         self._numbers: dict[int, int] = {}
         self._direction = 1
         self._shown: set[int] = set()  # units
+        self._loading = -1  # the unit whose parameters are being overwritten
         self._when_dropped = close_when_dropped(self, self.tiers)
 
     def add(
@@ -296,6 +298,7 @@ class ParameterWindow:
             LostStateError: parameters could not be read.
             InterruptedStepError: an error or an interrupt ended the last step.
         """
+        self._loading = -1
         for number in range(len(self.units)):
             self.show(number)
 
@@ -308,6 +311,8 @@ class ParameterWindow:
         self.check_whole()
         unit = self.units[number]
         if number in self._shown:
+            if number != self._loading:
+                unit.check_values()
             return unit.where is Where.ON_TIER
         self._process.check()
         for tier in self.tiers:
@@ -330,23 +335,33 @@ class ParameterWindow:
         write, the system ends the process. So the unit gets its values in memory, and leaves for
         its tier when the next one is shown here.
 
+        If its values are lost, they are NaN until they are overwritten. Where only some are, the
+        next use of the unit is a LostStateError.
+
         Raises:
-            LostStateError: its parameters could not be read back.
             InterruptedStepError: an error or an interrupt ended the last step.
         """
         self.check_whole()
         self._process.check()
         for other, unit in enumerate(self.units):
-            is_mapped = unit.where is Where.ON_TIER
-            if other == number and is_mapped:
-                self._end_show(other)
-            elif other != number and not is_mapped:
+            if other != number and unit.where is not Where.ON_TIER:
                 self._end_show(other)
                 self._put_away(unit)
                 unit.wait_for_write()
-        if number not in self._shown:
-            self._bring(self.units[number])
-            self.show(number)
+        unit, self._loading = self.units[number], number
+        try:
+            if unit.where is Where.ON_TIER:
+                self._end_show(number)
+            if number not in self._shown:
+                self._bring(unit)
+        except LostStateError as error:
+            self._shown.discard(number)
+            unit.lose(str(error))
+        self.show(number)
+
+    def end_load(self, *_: Any) -> None:
+        """The parameters of a layer have been overwritten."""
+        self._loading = -1
 
     def conceal(self) -> None:
         """Ends `expose`; takes over what was changed or replaced meanwhile."""
@@ -359,6 +374,7 @@ class ParameterWindow:
             self._shown.discard(number)
 
     def _conceal(self, unit: ParameterUnit) -> None:
+        unit.check_values()
         if not unit.has_changed:
             with contextlib.suppress(OSError):
                 unit.hide()

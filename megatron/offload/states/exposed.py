@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from megatron.offload.errors import STATES_PREFIX
 from megatron.offload.moving.bucket import Bucket
 from megatron.offload.moving.layout import Name
 from megatron.offload.moving.storage import Where
@@ -136,19 +137,25 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
+# Buckets that a tier could not show, each with the reason.
+Unshown = list[tuple[Bucket, str]]
+
+
 def shown(
     bucket: Bucket,
     optimizer: torch.optim.Optimizer,
     attach: _Attach,
     bring: Callable[[Bucket], None],
+    unshown: Unshown,
 ) -> Exposed:
-    """Shows a bucket; where its tier cannot, in memory, and warns of that.
+    """Shows a bucket; where its tier cannot, in memory.
 
     Args:
         bucket: see `Exposed`.
         optimizer: likewise.
         attach: likewise.
         bring: brings a bucket to memory.
+        unshown: gets the bucket if it is in memory now, for `warn_of`.
 
     Raises:
         LostStateError: it could not be read.
@@ -158,11 +165,17 @@ def shown(
         return Exposed(bucket, optimizer, attach)
     except OSError as error:
         reason = str(error)
-        bring(bucket)
+    bring(bucket)
+    unshown.append((bucket, reason))
+    return Exposed(bucket, optimizer, attach)
+
+
+def warn_of(unshown: Unshown) -> None:
+    """Says once of all of them that they are in memory, and why."""
+    if unshown:
         logger.warning(
-            "optimizer states: %s cannot be shown on their drive (%s); they are in memory until "
-            "the next step",
-            format_size(bucket.num_bytes),
-            reason,
+            "%s%s cannot be shown on their drive (%s); they are in memory until the next step",
+            STATES_PREFIX,
+            format_size(sum(bucket.num_bytes for bucket, _ in unshown)),
+            unshown[0][1],
         )
-        return Exposed(bucket, optimizer, attach)

@@ -31,7 +31,7 @@ from megatron.offload.machine.own_process import OwnProcess
 from megatron.offload.moving.bucket import Bucket, divided
 from megatron.offload.moving.only_copy import OnlyCopy
 from megatron.offload.moving.storage import Where
-from megatron.offload.states.exposed import Exposed, shown
+from megatron.offload.states.exposed import Exposed, Unshown, shown, warn_of
 from megatron.offload.states.faults import interrupted_step, names_of
 from megatron.offload.states.lazy_state import LazyStateTensor
 from megatron.offload.states.optimizer_places import OptimizerPlaces
@@ -282,7 +282,8 @@ class OptimizerStates:
         if self._exposed:
             return
         self._process.check()
-        attach = self._places.attach
+        unshown: Unshown = []
+        ways = self._optimizer, self._places.attach, self._window.bring, unshown
         try:
             for bucket in self.buckets:
                 bucket.give_up_read()
@@ -293,7 +294,7 @@ class OptimizerStates:
                 if bucket.layout is None:
                     continue
                 try:
-                    self._exposed.append(shown(bucket, self._optimizer, attach, self._window.bring))
+                    self._exposed.append(shown(bucket, *ways))
                 except LostStateError:
                     if lost is None or self._places.have_params(bucket):
                         raise
@@ -301,6 +302,7 @@ class OptimizerStates:
         except BaseException:
             self.conceal()
             raise
+        warn_of(unshown)
 
     @_makes_ordinary_tensors
     def conceal(self, *, keeps: bool = True) -> None:

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 
 from megatron.offload.device.clock import Clock, Moment
 from megatron.offload.device.device import Device
+from megatron.offload.errors import STATES_PREFIX
 from megatron.offload.tiers.tier import Tier
 
 _REMEMBERED_STEPS = 1000
+_WAIT = f"wait for {STATES_PREFIX.removesuffix(': ')}"  # named as by `OnlyCopy`
 _WHOLE = ("between_s", "step_s")
 
 
@@ -62,6 +64,7 @@ class StatesMeter:
     ) -> None:
         self.steps: collections.deque[StatesStep] = collections.deque(maxlen=_REMEMBERED_STEPS)
         self.num_steps = 0
+        self._device = device
         self._clock = Clock(device)
         self._tiers = tiers
         self._memory_bytes = memory_bytes
@@ -100,8 +103,9 @@ class StatesMeter:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """A context around calls that may wait for the tiers."""
-        with self._clock.timed(self._adds_to(self._step, "wait_s")):
+        """A context around calls that may wait for the tiers; profiles show it."""
+        waits = self._clock.timed(self._adds_to(self._step, "wait_s"))
+        with waits, self._device.annotate(_WAIT):
             yield
         self._step.peak_bytes = max(self._step.peak_bytes, self._memory_bytes())
 

@@ -32,6 +32,7 @@ _SIMULATED = "has a simulated device of its own, in host memory"
 _KIND = "a kind of tensor that the test accelerator does not cover"
 _HOST = "needs its tensors in host memory"
 _WINDOW = "on an accelerator the window of states is a tier in host memory"
+_BEHIND = "a wait of the host is none of a device that is behind it"
 _SHOWN = "states that an accelerator's optimizer shows are in host memory, and so are their copies"
 # Parts of the names of tests that say nothing here, and why.
 NOT_COVERED = {
@@ -45,6 +46,8 @@ NOT_COVERED = {
     "test_what_never_moves.py::test_tensors_that_cannot_move_exactly": _KIND,
     "test_what_never_moves.py::test_what_no_allocator_would_get_back": _HOST,
     "test_what_never_moves.py::test_a_device_in_host_memory": _HOST,
+    "test_without_a_file_descriptor_what_is_shown_is_in_memory[parameters": _HOST,
+    "test_gradients_that_are_away.py::test_waits_for_writes_are_counted": _BEHIND,
     "test_every_view_comes_back[of NumPy": _HOST,
     "test_every_view_comes_back[in a mapped file": _HOST,
     "test_what_is_more_than_its_bytes_is_unsupported[sparse": _KIND,

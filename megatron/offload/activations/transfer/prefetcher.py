@@ -19,13 +19,10 @@ from collections.abc import Callable
 
 from megatron.offload.activations.saved.record import SavedReference, SavedStorage, State
 from megatron.offload.activations.saved.save_order import SaveOrder
+from megatron.offload.activations.transfer.pace import FORGETTING, TOLERATED_WAIT
 from megatron.offload.tiers.budget import ByteBudget
 
 _AWAY = (State.QUEUED, State.WRITING, State.ON_TIER)  # not in memory, or about to leave it
-_FORGETTING = 0.7  # what is left of `_missing_bytes` in the next backward pass
-# Waits of up to this fraction of the previous backward pass do not widen the window: a hundredth of
-# the time costs less than the memory that would hide it.
-_TOLERATED_WAIT = 0.01
 
 
 class Prefetcher:
@@ -35,7 +32,7 @@ class Prefetcher:
     works on the one before it (double buffering), and what turned out to be missing: if compute
     waited t seconds for a read, a window that is larger by t times the read bandwidth would have
     had it in time. One wait doubles the window at most: a drive or a machine that stood still once
-    says nothing of the next read. Waits of up to `_TOLERATED_WAIT` do not count. What has been
+    says nothing of the next read. Waits of up to `TOLERATED_WAIT` do not count. What has been
     passed does not count: the logits, often the largest, are saved last and used first.
 
     Attributes:
@@ -75,9 +72,9 @@ class Prefetcher:
         """
         if self._save_order is not save_order:
             self._has_used_one = opens_at_once
-            self._missing_bytes *= _FORGETTING
+            self._missing_bytes *= FORGETTING
             self._began_s = time.perf_counter()
-            self._tolerated_s = _TOLERATED_WAIT * self._pass_s
+            self._tolerated_s = TOLERATED_WAIT * self._pass_s
             self._save_order = save_order
 
     def stop(self) -> None:

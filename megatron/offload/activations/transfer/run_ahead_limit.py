@@ -11,6 +11,7 @@ import threading
 from typing import Any
 
 from megatron.offload.activations.stats.compute_waits import ComputeWaits
+from megatron.offload.activations.transfer.pace import MARKS
 from megatron.offload.device.device import Device
 from megatron.offload.tiers.budget import ByteBudget
 
@@ -29,8 +30,6 @@ class HostRunAheadLimit:
         waits: times how long the device is idle meanwhile.
     """
 
-    _PARTS = 4  # of the bound; an event is recorded after each
-
     def __init__(self, device: Device, budget: ByteBudget, waits: ComputeWaits) -> None:
         self._device = device
         self._waits = waits
@@ -46,7 +45,7 @@ class HostRunAheadLimit:
         bound_bytes = self._budget.limit_bytes // 2
         with self._lock:
             self._new_bytes += num_bytes
-            if self._new_bytes * self._PARTS < bound_bytes:
+            if self._new_bytes * MARKS < bound_bytes:
                 return
             self._queued.append((self._device.record_event(), self._new_bytes))
             self._queued_bytes += self._new_bytes

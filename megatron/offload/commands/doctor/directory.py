@@ -104,6 +104,13 @@ def _file_system_check(mount: Mount | None) -> Check:
     value = f"{mount.file_system}, mounted at {mount.mount_point}"
     if "/" in mount.source or ":" in mount.source:  # else it only repeats the type
         value += f" from {mount.source}"
+    if mount.copies_on_write:
+        value += (
+            ": copies on write, so what is written over takes new space, and a file that has its "
+            "space already may find the disk full; what it cannot write stays in memory"
+        )
+        advice = "keep some of the disk free, or give a directory on ext4 or XFS"
+        return Check(name, Status.INFO, value, advice, facts)
     if mount.kind is FileSystemKind.LOCAL:
         return Check(name, Status.OK, value, facts=facts)
     reason, advice = {

@@ -9,6 +9,7 @@ call on.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -48,8 +49,13 @@ def connect(connection: TrainingHooks | None) -> None:
 
 
 def is_decorated(function: Function) -> bool:
-    """Whether one of the decorators is on it."""
-    return getattr(function, "has_activation_offload", False)
+    """Whether one of the decorators is on it, also beneath others'."""
+    return _is_ours(inspect.unwrap(function, stop=_is_ours))
+
+
+def _is_ours(function: Function) -> bool:
+    """Whether a decorator has made it: its code stands in this file."""
+    return getattr(function, "__globals__", None) is globals()
 
 
 def around_layer(forward: Function) -> Function:
@@ -61,7 +67,7 @@ def around_layer(forward: Function) -> Function:
             return forward(layer, *args, **kwargs)
         return _connection.layer(forward, layer, args, kwargs)
 
-    return _marked(call)
+    return call
 
 
 def around_forward_step(step: Function) -> Function:
@@ -80,7 +86,7 @@ def around_forward_step(step: Function) -> Function:
         run = _connection.evaluation_step if is_forward_only else _connection.forward_step
         return run(step, args, kwargs)
 
-    return _marked(call)
+    return call
 
 
 def around_backward_step(step: Function) -> Function:
@@ -92,7 +98,7 @@ def around_backward_step(step: Function) -> Function:
             return step(*args, **kwargs)
         return _connection.backward_step(step, args, kwargs)
 
-    return _marked(call)
+    return call
 
 
 def around_first_val_step(check: Function) -> Function:
@@ -109,9 +115,4 @@ def around_first_val_step(check: Function) -> Function:
         _is_forward_only = bool(forward_only)
         return check(first_val_step, forward_only, cond)
 
-    return _marked(call)
-
-
-def _marked(call: Function) -> Function:
-    call.has_activation_offload = True  # type: ignore[attr-defined]
     return call

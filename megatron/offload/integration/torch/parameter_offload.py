@@ -287,6 +287,7 @@ class ParameterOffload(Handle):
             layer.register_forward_pre_hook(OutsideOfGraphs(before_forward), with_kwargs=True),
             layer.register_forward_hook(OutsideOfGraphs(after_forward)),
             layer.register_forward_hook(OutsideOfGraphs(end_forward), always_call=True),
+            layer.register_load_state_dict_post_hook(OutsideOfGraphs(window.end_load)),
         ]
         for module in layer.modules():
             saving, loading = map(OutsideOfGraphs, (before_state_dict, before_load_state_dict))

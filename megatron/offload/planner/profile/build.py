@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from megatron.offload.activations.placement.plan import Plan
 from megatron.offload.activations.placement.policy import SELECTIVE, WHOLE_LAYER, Placement
 from megatron.offload.activations.saved.scope import name_after
+from megatron.offload.config import DEFAULT_INFLIGHT_BYTES
 from megatron.offload.planner.profile.numbers import with_numbers
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from megatron.offload.planner.profile.stage_profile import (
@@ -63,7 +64,7 @@ def profile_of(
     previous: StageProfile | None = None,
     plan: Plan | None = None,
     sizes: dict[str, int] | None = None,
-    inflight_bytes: int = 512 << 20,
+    inflight_bytes: int = DEFAULT_INFLIGHT_BYTES,
     hands_over: HandsOver = "layer",
     head_bytes: int = 0,
     source: str = "",

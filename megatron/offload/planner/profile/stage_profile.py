@@ -17,6 +17,7 @@ from typing import Literal
 
 import msgspec
 
+from megatron.offload.config import DEFAULT_INFLIGHT_BYTES
 from megatron.offload.documents import in_file, reading
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.planner.profile.numbers import with_numbers
@@ -204,7 +205,7 @@ class StageProfile:
     transient_bytes: int = 0
     head_bytes: int = 0
     allocator_slack: float = 0.0
-    inflight_bytes: int = 512 << 20
+    inflight_bytes: int = DEFAULT_INFLIGHT_BYTES
     lead_layers: int = 0
     hands_over: HandsOver = "layer"
     sizes: dict[str, int] = dataclasses.field(default_factory=dict)

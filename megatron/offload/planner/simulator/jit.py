@@ -19,6 +19,8 @@ import numba
 from numba.core.caching import FunctionCache
 from numba.extending import register_jitable
 
+from megatron.offload.activations.transfer import pace
+
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -29,6 +31,7 @@ _PARTS = ("jit", "arrays", "rows", "launched", "instructions", "transfers", "oth
 
 def _digest_of_sources() -> str:
     digest = hashlib.sha256()
+    digest.update(Path(str(pace.__file__)).read_bytes())
     for name in _PARTS:
         digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
     return digest.hexdigest()

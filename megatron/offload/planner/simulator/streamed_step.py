@@ -31,6 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+from megatron.offload.config import DEFAULT_INFLIGHT_BYTES
 from megatron.offload.layer_major.boundary import AHEAD
 from megatron.offload.moving.order import live_units
 from megatron.offload.moving.storage import Where
@@ -87,7 +88,7 @@ class StreamedStep:
     live_units: int = 2
     boundary_bytes: int = 0
     boundary_on: TierProfile | None = None
-    inflight_bytes: int = 512 << 20
+    inflight_bytes: int = DEFAULT_INFLIGHT_BYTES
     updates_all: bool = False
     shares: int = 1
     gather_bytes_per_s: float = math.inf

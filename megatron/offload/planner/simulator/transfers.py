@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from megatron.offload.activations.transfer.pace import FORGETTING, MARKS, TOLERATED_WAIT
 from megatron.offload.planner.simulator.arrays import Row, Rows
 from megatron.offload.planner.simulator.jit import compiled
 from megatron.offload.planner.simulator.launched import (
@@ -50,9 +51,6 @@ from megatron.offload.planner.simulator.rows import (
 
 _LATER = np.inf
 _SAME = 1 + 1e-9  # what should end together does, however it was rounded
-_FORGETTING = 0.7  # as `Prefetcher`'s
-_TOLERATED_WAIT = 0.01  # likewise
-_MARKS = 4  # as `HostRunAheadLimit`'s: of what may be used and not passed by the device
 
 
 @compiled
@@ -271,8 +269,8 @@ def prefetch(
 ) -> None:
     """The next backward pass needs these pieces, the last one first."""
     state.has_used = opens_at_once
-    state.missing_bytes *= _FORGETTING
-    state.tolerated_s = _TOLERATED_WAIT * state.backward_s
+    state.missing_bytes *= FORGETTING
+    state.tolerated_s = TOLERATED_WAIT * state.backward_s
     state.last_ahead, state.next_ahead = first, end - 1
     _read_ahead(state, pieces, channels, log)
 
@@ -359,7 +357,7 @@ def _stay_near(
         return
     bound_bytes = state.in_flight_limit_bytes // 2
     state.new_used_bytes += pieces[piece].size_bytes
-    if state.new_used_bytes * _MARKS < bound_bytes:
+    if state.new_used_bytes * MARKS < bound_bytes:
         return
     launch(state, launched, HAS_USED, NO_PIECE, state.new_used_bytes)
     state.used_bytes += state.new_used_bytes
