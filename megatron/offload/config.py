@@ -222,8 +222,8 @@ class OffloadConfig(TierSettings):
         "by at most 1/253 of the largest of its 128 neighbours. int4: in 4 bits, off by at most "
         "1/6.9, rounded up or down so that the mean is right; sums in 8 bits as well. The losses "
         "of a step are the same, bit for bit; its gradients are approximate. Log-probabilities, "
-        "masks and inputs stay exact. With auto a plan chooses which layers keep exact "
-        "bytes.",
+        "masks, inputs and what losses save stay exact. With auto a plan chooses which layers "
+        "keep exact bytes.",
         choices=("off", "int8", "int4"),
     )
     chunked_loss: str | int = flag(

@@ -449,6 +449,20 @@ def test_what_would_be_wrong_is_refused() -> None:
         "model.layers.0.mlp (LlamaMLP) gives a token another result where others are beside it"
         in refused(model)
     )
+
+    class Shifts(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.nn.functional.pad(x, (0, 0, 1, -1))  # the token before it
+
+    mlp.act_fn = Shifts()
+    assert "gives a token another result where others are beside it" in refused(model)
+
+    class Places(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.arange(x.shape[1])[:, None]
+
+    mlp.act_fn = Places()
+    assert "gives a token another result where others are beside it" in refused(model)
     mlp.act_fn = torch.nn.SiLU()
 
     class Pair(torch.nn.Module):

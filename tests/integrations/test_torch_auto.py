@@ -236,6 +236,15 @@ def test_a_plan_of_another_model_is_refused(tmp_path: Path) -> None:
         trained(1, tmp_path, mode="auto", plan_file=plan_file)
 
 
+def test_a_plan_that_divides_layers_is_refused(tmp_path: Path) -> None:
+    """As those of Megatron's models do; here nothing would follow such a line."""
+    plan_file, plan = tmp_path / "plan.json", plan_of([Placement.KEEP] * len(LAYERS))
+    parts = tuple(dataclasses.replace(one, part="mlp") for one in plan.parts[:1])
+    save_plans(plan_file, [dataclasses.replace(plan, parts=(*parts, *plan.parts[1:]))])
+    with pytest.raises(ConfigurationError, match=r"has mlp of blocks\.0, .* are placed as a whole"):
+        trained(1, tmp_path, mode="auto", plan_file=plan_file)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -111,6 +111,28 @@ def test_beside_selective_recomputation_too() -> None:
     assert choices.of_plan(plan).tolist() == chosen
 
 
+def test_where_a_codec_encodes_all_that_selective_operations_produce() -> None:
+    """They spare nothing of what is encoded, and much of what is left as it is."""
+    slow = {**ENCODES, "codec_s": 2.0, "replay_s": 2.25}
+    own = part("mlp", selective_bytes=0, exact_selective_bytes=15, selective_s=0.01, **slow)
+    layers = (layer(f"decoder.{n}", recompute_s=None, parts=(own,)) for n in range(4))
+    profile = stage(layers=tuple(layers), tiers=())
+    timeline, selective = Timeline(profile), KEEP_EXACT + SELECTIVE_OFFSET
+    assert timeline.choices.options[0] == [(KEEP,), (KEEP_ALL,), (KEEP_EXACT,), (selective,)]
+    plan = solve(profile, budget_bytes=60)
+    chosen = timeline.choices.of_plan(plan)
+    assert selective in chosen
+    assert prediction_of(timeline.cost(chosen)) == plan.predicted
+    reasons = {one.reason for one in plan.parts if one.part == "mlp" and not one.encodes}
+    assert reasons == {"encoding it would cost 2e+03 ms"}
+    # Nothing of 8 encoded bytes is left to move where 8 are produced again, and much of all 20.
+    own = dataclasses.replace(own, selective_bytes=8)
+    profile = stage(layers=(layer(parts=(own,)),), tiers=(tier(),))
+    own_choices = Timeline(profile).choices.of_part(profile.layers[0], 0)
+    assert TIER_EXACT + SELECTIVE_OFFSET in own_choices
+    assert FIRST_TIER + SELECTIVE_OFFSET not in own_choices
+
+
 @pytest.mark.parametrize(
     ("choice", "resident", "live", "moved", "seconds"),
     [

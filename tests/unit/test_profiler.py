@@ -642,6 +642,24 @@ def test_what_a_codec_spares_is_known_from_before_where_a_plan_left_it_out(token
     assert (after.codec_s, after.replay_s) == (known.codec_s, known.replay_s)
 
 
+def test_what_a_codec_spares_is_known_from_before_where_selective_operations_ran_again() -> None:
+    """All of the part is known from before then, and is not scaled as what was left as it is."""
+    run = Run()
+    run.has_parts, run.encoded, run.selective = True, 6000, [3000]
+    run.step()
+    before = run.profile()
+    run.profiler.clear()
+    run.recomputed_parts, run.unencoded = {("decoder.2", "mlp-selective")}, {"decoder.2"}
+    run.step()
+    lines = (
+        PlannedPart(0, "decoder.2", "mlp", Placement.HOST, 0, encodes=False),
+        PlannedPart(0, "decoder.2", "mlp-selective", Placement.RECOMPUTE, 0),
+    )
+    after = run.profile(previous=before, plan=Plan(lines)).layers[1].parts[1]
+    known = before.layers[1].parts[1]
+    assert after == dataclasses.replace(known, selective_s=0.75)
+
+
 def test_what_is_replayed_is_known_from_before_where_it_was_kept() -> None:
     before, after = kept_without_replay(tokens=8)
     assert before.layers[1].parts[1].only_for_replay_bytes == 700 + 2 * 100

@@ -8,8 +8,8 @@ of their `forward` in training; it refuses what its trial shows to be none. Then
 Note [What is an MLP]
 A module that the model calls `mlp` or the like, of which everything that has parameters is a linear
 layer or a norm over the last dimension, and two linear layers at least. So every token is by
-itself, and a tile gives what the whole gives. To be sure, the first tokens that a module sees are
-computed once with the tokens behind them and once without.
+itself, and a tile gives what the whole gives. To be sure, some of the first tokens that a module
+sees are computed once with the tokens around them and once without.
 
 Note [Norms]
 A norm that a model writes in Python, as the RMS norms of transformers are, makes up to seven fp32
@@ -52,7 +52,7 @@ _NAMES = ("mlp", "feed_forward", "feedforward", "ffn", "ff", "ffwd", "DenseReluD
 _LINEAR = ("Linear", "Conv1D")  # the ends of names of classes
 _SETTING = "tiled_mlp"
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_PROBED_TOKENS = 64  # half of them alone, and all together
+_PROBED_TOKENS = 64  # all together, and half of them alone
 _OF_TORCH = (
     *(torch.nn.LayerNorm, torch.nn.RMSNorm, torch.nn.GroupNorm),
     *(torch.nn.modules.batchnorm._NormBase,),
@@ -177,11 +177,14 @@ class _Mlp:
         """Raises ConfigurationError if tokens are not independent, or gradients would be lost."""
         # Dropout would tell the two apart, and without gradients there are no leaves to look at.
         with torch.enable_grad(), nothing_moves(), _evaluated(self.module):
-            tokens = some.shape[1] // 2
-            alone, together = self._own(some[:, :tokens]), self._own(some)
+            together = self._own(some)
+            # From the middle: a token may take from those before it, from those behind, or from
+            # its place.
+            tokens, begin = some.shape[1] // 2, (some.shape[1] + 2) // 4
+            alone = self._own(some[:, begin : begin + tokens])
         if not isinstance(alone, torch.Tensor):
             self._refuse(f"returns a {type(alone).__name__}, not a tensor")
-        together = together[:, :tokens]
+        together = together[:, begin : begin + tokens]
         if alone.shape[:2] != (1, tokens) or alone.shape != together.shape:
             self._refuse(f"returns {tuple(alone.shape)} for {tokens} tokens")
         if any(not _is_one_of(leaf, parameters) for leaf in _wants_gradient(alone, parameters)):

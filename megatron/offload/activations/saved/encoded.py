@@ -13,14 +13,15 @@ recipe is trusted or not: `AvailableTensors.hold` keeps them for as long as the 
 Note [What stays exact]
 Nothing of the forward pass changes, so losses are the same, bit for bit. Encoded is what an
 operation with a gradient has made, in floating point. Inputs, masks, tables and statistics of norms
-and of attention are not, and neither are log-probabilities: every gradient begins with them.
+and of attention are not, and neither are log-probabilities: every gradient begins with them. Nor is
+what is saved behind layers, by output layers and losses: a loss divides by probabilities or takes
+their logarithm, and a small one beside a large one would be zero. It is little, and every gradient
+flows through it. Roots and norms stay exact everywhere, for their gradients divide by them.
 
 Note [Sums keep eight bits]
 With int4, sums and embeddings are kept in 8 bits: the residual stream, of which norms compute a
 variance, and queries and keys that were rotated, whose products are exponents. With these in 4 bits
-too, a training ends further from the exact loss (tools/bench/codec_training.py measures it). So is
-what is saved behind layers, by output layers and losses: it is little, and every gradient flows
-through it. In BERT's head a norm's input is computed from it.
+too, a training ends further from the exact loss (tools/bench/codec_training.py measures it).
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from megatron.offload.activations.saved.recipe_search import Held
 from megatron.offload.activations.saved.unreplayed import maker_of
 from megatron.offload.activations.saved.view import SavedView
 
-_EXACT = ("LogSoftmax",)  # operations whose results stay as they are
+# Operations whose results stay as they are.
+_EXACT = ("LogSoftmax", "Sqrt", "Norm", "LinalgVectorNorm")
 _SUMS = ("Add", "Embedding")
 
 
@@ -67,7 +69,7 @@ def encoding_of(
         storage: its storage, which can move.
         codec: that makes it smaller.
         save: saves a tensor that autograd does not: what the codec made.
-        is_behind: a layer, and before the next.
+        is_behind: autograd saves it behind a layer, and before the next.
         rounds: whether the tensor may be rounded, to as many bits as sums; None: autograd knows
             the operation that made it, and that decides.
     """
@@ -76,7 +78,7 @@ def encoding_of(
     if target.dtype not in TYPES or target.nbytes != storage.nbytes():
         return None
     if rounds is None:
-        quantization = _chosen(target, codec, is_behind)
+        quantization = None if is_behind else _chosen(target, codec)
     else:
         quantization = codec.sums if rounds else None
     num_values = target.numel()
@@ -92,9 +94,9 @@ def encoding_of(
     return Recipe(program, [held], bases, 1, codes_bytes=codes.nbytes)
 
 
-def _chosen(target: torch.Tensor, codec: Codec, is_behind: bool) -> Quantization | None:
+def _chosen(target: torch.Tensor, codec: Codec) -> Quantization | None:
     """How values are kept, by the operation that made them; None: exactly."""
     maker = maker_of(target)
     if node_of(target) is None or maker in _EXACT:
         return None
-    return codec.sums if is_behind or maker in _SUMS else codec.others
+    return codec.sums if maker in _SUMS else codec.others

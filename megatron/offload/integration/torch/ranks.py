@@ -52,6 +52,7 @@ def planned_stage(
         speaks=rank() == 0,
         num_local_ranks=local_world_size(),
         hands_over="operation",
+        divides_layers=False,
     )
     if not _is_distributed():
         return SingleRank(), stage

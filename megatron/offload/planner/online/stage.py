@@ -30,6 +30,7 @@ class Stage:
         num_local_ranks: ranks on this machine, which share a CPU's memory.
         hands_over: when the integration hands over what is to leave, see `StageProfile`.
         not_alone: layers with the parts of theirs that cannot be recomputed without the rest.
+        divides_layers: whether attention and MLP of a layer get placements of their own.
     """
 
     position: PipelinePosition
@@ -39,6 +40,7 @@ class Stage:
     num_local_ranks: int = 1
     not_alone: Collection[tuple[str, str]] = ()
     hands_over: HandsOver = "layer"
+    divides_layers: bool = True
 
     def table(self, plan: Plan) -> str:
         """A plan for it as people read it."""
@@ -60,6 +62,11 @@ class Stage:
         if why_not and Placement.RECOMPUTE in plan.placements.values():
             raise ConfigurationError(f"the plan {path} cannot recompute {why_not}; plan again")
         for one in plan.parts:
+            if not self.divides_layers and one.part != WHOLE_LAYER:
+                raise ConfigurationError(
+                    f"the plan {path} has {one.part} of {one.layer}, and layers of this model are "
+                    f"placed as a whole; call the part {WHOLE_LAYER}, once for each layer"
+                )
             alone = (one.layer, one.part) not in self.not_alone
             if one.placement is Placement.RECOMPUTE and not alone:
                 raise ConfigurationError(

@@ -382,10 +382,12 @@ def _as_if_replayed(
     slower = layer.forward_s / known.forward_s if known.forward_s else 1.0
     before = {one.name: one for one in known.parts}
     lines = {one.key: one for one in plan.parts if not (one.replays and one.encodes)}
+    again = {one.key for one in plan.parts if one.part.endswith(SELECTIVE)}
     parts = []
     for part in layer.parts:
         line, earlier = lines.get((layer.chunk, layer.name, part.name)), before.get(part.name)
-        if line is not None and earlier is not None:
+        is_remembered = (layer.chunk, layer.name, part.name + SELECTIVE) in again
+        if line is not None and earlier is not None and not is_remembered:
             known_bytes = earlier.exact_bytes if line.replays else earlier.all_bytes
             part = _part_as_if_replayed(part, earlier, known_bytes, slower)
         parts.append(part)

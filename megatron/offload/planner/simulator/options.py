@@ -14,7 +14,7 @@ import numpy as np
 from megatron.offload.activations.placement.plan import Plan, PlannedPart
 from megatron.offload.activations.placement.policy import SELECTIVE, WHOLE_LAYER, Placement
 from megatron.offload.errors import ConfigurationError
-from megatron.offload.planner.profile.stage_profile import LayerProfile, StageProfile
+from megatron.offload.planner.profile.stage_profile import LayerProfile, PartProfile, StageProfile
 from megatron.offload.planner.simulator.arrays import Ints
 from megatron.offload.planner.simulator.instructions import (
     EXACT_OFFSET,
@@ -72,17 +72,20 @@ class Choices:
         )
         tiers = range(FIRST_TIER, FIRST_TIER + len(self.profile.tiers))
         stays = [KEEP, *tiers]
-        if profile.selective_s is None or profile.selective_bytes == 0:
-            selective = []
-        elif profile.selective_bytes < profile.movable_bytes:
-            selective = [choice + SELECTIVE_OFFSET for choice in stays]
-        else:
-            selective = [KEEP + SELECTIVE_OFFSET]  # nothing is left to move
+        selective = _selective(stays, profile, profile.movable_bytes, profile.selective_bytes)
         again = [RECOMPUTE_PART] if own else []
         if own and profile.movable_input_bytes:
             again += [from_tier(RECOMPUTE_PART, n) for n in range(len(self.profile.tiers))]
-        ways = [*stays, *selective]
-        exact = [choice + EXACT_OFFSET for choice in ways] if profile.codec_spared_bytes else []
+        exact: list[int] = []
+        if profile.codec_spared_bytes:
+            exact_bytes = profile.movable_bytes + profile.codec_spared_bytes
+            exact = [
+                choice + EXACT_OFFSET
+                for choice in (
+                    *stays,
+                    *_selective(stays, profile, exact_bytes, profile.exact_selective_bytes),
+                )
+            ]
         return [*kept, *again, *tiers, *selective, *exact]
 
     def of_layer(self, layer: LayerProfile) -> list[int]:
@@ -209,12 +212,12 @@ class Choices:
                     return found
         for number, part in enumerate(layer.parts):
             is_selective = line.part == part.name + SELECTIVE
+            on_top = int(chosen[self.spans[where][0] + number]) + SELECTIVE_OFFSET
             has_bytes = part.movable_bytes + part.replayed_bytes
             if is_selective:
-                has_bytes = part.selective_bytes
+                has_bytes = selective_bytes(part, on_top)
             if line.part.removesuffix(SELECTIVE) == part.name and not has_bytes:
                 return found  # with shorter sequences, say: then it is all the same
-            on_top = int(chosen[self.spans[where][0] + number]) + SELECTIVE_OFFSET
             if (
                 is_selective
                 and line.placement is Placement.RECOMPUTE
@@ -248,3 +251,14 @@ class Choices:
         each = [self.of_part(layer, part) for part in range(len(layer.parts))]
         options = list(itertools.product(*each))
         return [*options, *((choice,) * len(layer.parts) for choice in self.of_layer(layer))]
+
+
+def _selective(
+    stays: Sequence[int], part: PartProfile, all_bytes: int, again_bytes: int
+) -> list[int]:
+    """Choices with selective recomputation for a part that saves bytes and produces some again."""
+    if part.selective_s is None or again_bytes == 0:
+        return []
+    if again_bytes < all_bytes:
+        return [choice + SELECTIVE_OFFSET for choice in stays]
+    return [KEEP + SELECTIVE_OFFSET]  # nothing is left to move

@@ -72,7 +72,7 @@ class Reasons:
             return self._of_unreplayed(others[KEEP])
         replays = others.pop(KEEP_ALL, None) is not None
         if is_exact(choice):
-            return self._of_exact(others[choice - EXACT_OFFSET])
+            return self._of_exact(layer, part, choice)
         if base_of(choice) == KEEP:
             return self._of_kept(others, "no room without replay" if replays else "")
         if base_of(choice) >= FIRST_TIER:
@@ -85,8 +85,12 @@ class Reasons:
             return f"replaying it would cost {_ms(costs_s)}"
         return "there is room"
 
-    def _of_exact(self, encoded: Cost) -> str:
-        costs_s = self._slower_s(encoded)
+    def _of_exact(self, layer: int, part: int, choice: int) -> str:
+        profile = self._choices.profile.layers[layer]
+        encoded = choice - EXACT_OFFSET
+        if encoded not in self._choices.of_part(profile, part):
+            encoded = base_of(choice)  # of what is encoded selective operations produce nothing
+        costs_s = self._slower_s(self._with(layer, part, encoded))
         return f"encoding it would cost {_ms(costs_s)}" if costs_s > 0 else "there is room"
 
     def _of_kept(self, others: dict[int, Cost], why_replayed: str) -> str:
