@@ -100,6 +100,29 @@ def test_losses_are_the_same_and_gradients_nearly(kind: Any, backend: str, tmp_p
         assert 32 * (1 - spared / encoded_bytes) == pytest.approx(8.125, rel=0.01)
 
 
+class Divided(Stack):
+    """Its loss divides by a product that it makes itself: much of that is small beside the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.divisor = torch.nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return (x.sin() / (self.divisor(x).abs() + 1e-3)).mean()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", DIVIDED])
+def test_what_a_loss_divides_by_stays_exact(backend: str, tmp_path: Path) -> None:
+    """As in eager: a small value beside a large one would be zero."""
+    ours = trained(tmp_path, backend, kind=Divided, mode="keep", codec="int8")
+    theirs = trained(None, backend, kind=Divided)
+    assert ours[1][-1]["encoded_bytes"] > 0
+    assert 0 < difference(ours, theirs) < 0.01
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_are_the_same_wherever_bytes_were(backend: str, tmp_path: Path) -> None:
     """In memory, in host memory, on a drive that is slow or done; twice the same."""

@@ -237,7 +237,8 @@ def rewrite(
         if may_change(saved) or may_change(placeholder):
             continue
         layer, use = layer_of(saved, layers), uses[placeholder].number
-        arguments = saved, layer, number, use, saved in rounded
+        is_behind = bool(layers) and not layer  # losses divide by what is small: `encoded.py`
+        arguments = saved, layer, number, use, saved in rounded and not is_behind
         _take_forward(saved)
         with forward.graph.inserting_after(saved):
             shell = forward.graph.call_function(_ops().begin_write.default, arguments)
