@@ -108,6 +108,11 @@ class TrainerOffload:
         _check(OffloadConfig, {"directory": directory, **settings})
         _check(StatesConfig, self._of_states)
         _check(ParametersConfig, self._of_parameters)
+        if self._of_parameters is not None and self._of_parameters.get("gradients") == "on":
+            raise ConfigurationError(
+                "a trainer runs its own steps, and gradients wait on a tier in layer-major steps "
+                "alone; leave gradients out of the settings of parameters"
+            )
         self.others: list[OptimizerOffload | ParameterOffload] = []
 
     @classmethod
