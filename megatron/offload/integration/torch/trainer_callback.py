@@ -188,6 +188,11 @@ class TrainerOffload:
         while self.others:
             self.others.pop().close()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, and of what is pickled with a trainer: the settings, none of the handles."""
+        none = dict.fromkeys(("offload", "frozen", "figures", "log"))
+        return vars(self) | none | {"others": []}
+
     def end_training(self, say: Callable[[str], object], *, is_first: bool) -> None:
         """Ends it and says what its steps moved: in a line by `say`, in full in the log.
 
