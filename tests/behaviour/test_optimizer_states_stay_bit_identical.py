@@ -210,9 +210,19 @@ def test_hooks_of_steps_run_once_a_step(offload: dict[str, Any]) -> None:
     assert calls == ["before", "after"] * 2
 
 
-def test_a_closure_is_called_once_a_step(offload: dict[str, Any]) -> None:
+class NeedsAClosure(torch.optim.AdamW):
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        super().step()
+        return loss
+
+
+@pytest.mark.parametrize("make", [OPTIMIZERS["adamw"], NeedsAClosure])
+def test_a_closure_is_called_once_a_step(make: Make, offload: dict[str, Any]) -> None:
     def with_closure(settings: dict[str, Any]) -> Any:
-        one = Trained(OPTIMIZERS["adamw"], **settings)
+        one = Trained(make, **settings)
         losses = []
         for _ in range(3):
 

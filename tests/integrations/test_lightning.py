@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -123,6 +124,25 @@ def test_the_optimizers_states_move_too_and_keep_their_bits(tmp_path: Path) -> N
         assert digest(one) == digest(other)
     state = trainer.optimizers[0].state.values()
     assert all(one["exp_avg"].device.type == "cpu" for one in state)  # closed
+
+
+def test_a_fit_that_has_nothing_left_to_train_ends_offload(tmp_path: Path) -> None:
+    """Lightning calls `on_fit_start` and `on_fit_end` then, and nothing between them."""
+    callback = OffloadCallback(tmp_path, optimizer_states=True, parameters=True)
+    module, _ = fitted(tmp_path, [callback], limit_train_batches=0)
+    assert callback.offload is not None and callback.offload.engine is None and not callback.others
+    for one, other in zip(module.parameters(), Trained().parameters(), strict=True):
+        assert digest(one) == digest(other)
+
+
+def test_a_trainer_is_pickled_with_the_settings_of_its_callback(tmp_path: Path) -> None:
+    callback = OffloadCallback(tmp_path, optimizer_states=True, parameters=True, min_bytes="4KiB")
+    expected, trainer = fitted(tmp_path, [callback])
+    trainer = pickle.loads(pickle.dumps(trainer))
+    (another,) = (one for one in trainer.callbacks if isinstance(one, OffloadCallback))
+    assert another.offload is None and callback.offload is not None
+    found, _ = fitted(tmp_path, [another])
+    assert found.losses == expected.losses and another.offload is not None
 
 
 class Parameters(lightning.Callback):  # type: ignore[misc]

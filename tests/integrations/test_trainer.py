@@ -412,6 +412,7 @@ def test_parameters_move_by_a_keyword_and_keep_their_bits(tmp_path: Path) -> Non
         ({"min_bytes": "much"}, "min_bytes: 'much' is not a size"),
         ({"optimizer_states": {"window": "1GiB"}}, "did you mean window_bytes"),
         ({"parameters": {"mode": "auto"}}, "mode: 'auto' is none of its values"),
+        ({"parameters": {"gradients": "on"}}, "its own steps.*; leave gradients out"),
     ],
 )
 def test_a_wrong_setting_is_refused_before_there_is_a_model(

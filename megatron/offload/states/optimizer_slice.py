@@ -16,6 +16,8 @@ one that does not, as the trial shows, a slice's groups have its own parameters 
 from __future__ import annotations
 
 import collections
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -160,6 +162,10 @@ def _step_in_slices(
 
 
 def _own_step(kind: type[torch.optim.Optimizer]) -> Any:
-    """The step of a class without its hooks, which belong to a whole step."""
+    """The step of a class without its hooks and its closure, which belong to a whole step."""
     step = kind.step
-    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+    step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+    closure = inspect.signature(step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        return functools.partial(step, closure=None)
+    return step

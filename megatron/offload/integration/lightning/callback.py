@@ -69,6 +69,10 @@ class OffloadCallback(TrainerOffload, Callback):
         """Ends offload, before the Trainer moves optimizers' states, and says what moved."""
         self.end_training(rank_zero_info, is_first=trainer.is_global_zero)
 
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ends offload where no step was left to train, of which `on_train_end` is not told."""
+        self.close()
+
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:

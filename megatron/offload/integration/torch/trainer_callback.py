@@ -108,6 +108,11 @@ class TrainerOffload:
         _check(OffloadConfig, {"directory": directory, **settings})
         _check(StatesConfig, self._of_states)
         _check(ParametersConfig, self._of_parameters)
+        if self._of_parameters is not None and self._of_parameters.get("gradients") == "on":
+            raise ConfigurationError(
+                "a trainer runs its own steps, and gradients wait on a tier in layer-major steps "
+                "alone; leave gradients out of the settings of parameters"
+            )
         self.others: list[OptimizerOffload | ParameterOffload] = []
 
     @classmethod
@@ -182,6 +187,11 @@ class TrainerOffload:
             self.frozen.close()
         while self.others:
             self.others.pop().close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, and of what is pickled with a trainer: the settings, none of the handles."""
+        none = dict.fromkeys(("offload", "frozen", "figures", "log"))
+        return vars(self) | none | {"others": []}
 
     def end_training(self, say: Callable[[str], object], *, is_first: bool) -> None:
         """Ends it and says what its steps moved: in a line by `say`, in full in the log.
