@@ -26,7 +26,7 @@ from megatron.offload.machine.condition import Condition
 from megatron.offload.moving.storage import MovingStorage, Where
 from megatron.offload.sizes import format_size
 from megatron.offload.stats.trace import Tracer
-from megatron.offload.tiers.tier import Tier
+from megatron.offload.tiers.tier import Block, Tier
 from megatron.offload.tiers.transfer import TRANSFER_ERRORS, Transfer
 
 logger = logging.getLogger(__name__)
@@ -161,7 +161,7 @@ class OnlyCopy:
                 raise LostStateError(
                     f"{self._prefix}those of {self._name(one)} ({format_size(one.num_bytes)}; "
                     f"{one.block}) could not be read back: {again}; there is no other copy, so "
-                    f"training stops; {one.block.remedy} and resume from "
+                    f"training stops; {(one.block or Block).remedy} and resume from "
                     f"{self.checkpoint or 'the last checkpoint'}"
                 ) from again
 
