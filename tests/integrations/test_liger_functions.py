@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.offload import offload_activations
+from megatron.offload import ChangedInPlaceError, offload_activations
 from megatron.offload.integration.torch import liger_functions
 from megatron.offload.integration.torch.liger_functions import add_liger_functions
 
@@ -140,6 +140,18 @@ def test_a_norm_without_a_weight_is_saved(liger: Any, tmp_path: Path) -> None:
     found, counted = trained(liger, tmp_path, has_weight=False)
     assert all(map(torch.equal, found, expected))
     assert counted["replayed_bytes"] == 2 * ROWS * INNER * 4
+
+
+def test_what_a_kernel_has_written_into_is_no_operand_any_more(liger: Any, tmp_path: Path) -> None:
+    """As where gradients of weights come in a pass of their own, behind those of inputs."""
+    torch.manual_seed(0)
+    layer = Layer(liger, 1e-5)
+    x = torch.randn(2, ROWS // 2, HIDDEN, requires_grad=True)
+    with offload_activations(layer, tmp_path, min_bytes=256):
+        loss = layer(x).square().sum()
+        torch.autograd.grad(loss, x, retain_graph=True)
+        with pytest.raises(ChangedInPlaceError):
+            torch.autograd.grad(loss, layer.down.weight)
 
 
 def test_each_function_is_told_once(liger: Any) -> None:

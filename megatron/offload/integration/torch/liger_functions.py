@@ -2,6 +2,12 @@
 """Says what Liger's fused norms and MLPs compute, so that their results need not be saved.
 
 `ActivationOffload` calls it. Their classes are autograd functions, whose nodes do not show it.
+
+Note [Kernels that write into what is saved]
+Liger's MLPs write gradients into the tensors that they have saved, behind autograd's back. Their
+result, which is computed of these, may be asked for later, where gradients of weights come in a
+pass of their own: it would be computed of gradients. What is returned has the versions of what was
+written, so these are counted, and such a use is an error.
 """
 
 from __future__ import annotations
@@ -38,6 +44,7 @@ def add_liger_functions() -> None:
         if function is not None and function not in _told:
             _told.add(function)
             function.forward = staticmethod(_telling(function.forward, num_tensors))
+            function.backward = staticmethod(_counting(function.backward))
 
 
 def _telling(forward: Callable[..., Any], num_tensors: int) -> Callable[..., Any]:
@@ -58,6 +65,21 @@ def _telling(forward: Callable[..., Any], num_tensors: int) -> Callable[..., Any
         return result
 
     return telling
+
+
+def _counting(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward pass whose writes autograd sees: Note [Kernels that write into what is saved]."""
+
+    @functools.wraps(backward)
+    def counting(ctx: Any, *gradients: Any) -> Any:
+        result = backward(ctx, *gradients)
+        if not torch.compiler.is_compiling():
+            for one in result if isinstance(result, tuple) else (result,):
+                if type(one) is torch.Tensor and not one.is_inference():
+                    torch.autograd.graph.increment_version(one)
+        return result
+
+    return counting
 
 
 @dataclasses.dataclass(frozen=True)
