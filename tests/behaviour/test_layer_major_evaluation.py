@@ -275,6 +275,7 @@ def test_each_unit_is_read_once_for_all_batches(frozen: bool, tmp_path: Path) ->
     model = Language().eval().requires_grad_(not frozen)
     expected = in_a_loop(model, loss_of, batches(8))
     with offload_parameters(model, tmp_path) as parameters:
+        parameters.window.copies.wait_for_writes()  # what is still being written is in memory too
         step = LayerMajor(model)
         read_bytes(step, parameters, 1)
         one, eight = (read_bytes(step, parameters, number) for number in (1, 8))
