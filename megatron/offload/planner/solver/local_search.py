@@ -34,13 +34,19 @@ class Search:
     Args:
         timeline: simulates.
         most_events: simulated in all searches together; the same on every machine.
+
+    Attributes:
+        left_events: that may still be simulated.
+        tried: all choices that were simulated, after their costs.
     """
 
     def __init__(self, timeline: Timeline, most_events: float) -> None:
         self._timeline = timeline
         self._choices = timeline.choices
         self.left_events = most_events
-        self._known: dict[bytes, tuple[Cost, Ints]] = {}
+        self.tried: list[tuple[Cost, Ints]] = []
+        self._costs: dict[bytes, Cost] = {}
+        self._best: dict[Goal, tuple[int, Value, Ints]] = {}  # of how many that were tried first
         # Layers with the same options are of one kind.
         kinds: dict[tuple[Option, ...], int] = {}
         options = [tuple(one) for one in self._choices.options]
@@ -53,25 +59,27 @@ class Search:
     @property
     def num_tried(self) -> int:
         """How many different choices were simulated."""
-        return len(self._known)
-
-    @property
-    def tried(self) -> Iterator[tuple[Cost, Ints]]:
-        """All choices that were simulated, and their costs."""
-        yield from self._known.values()
+        return len(self.tried)
 
     def cost(self, chosen: Ints) -> Cost:
         """What a step with these choices costs; each is simulated once."""
         key = chosen.tobytes()
-        found = self._known.get(key)
+        found = self._costs.get(key)
         if found is None:
-            found = self._known[key] = self._timeline.cost(chosen), chosen.copy()
-            self.left_events -= found[0].num_events
-        return found[0]
+            found = self._costs[key] = self._timeline.cost(chosen)
+            self.tried.append((found, chosen.copy()))
+            self.left_events -= found.num_events
+        return found
 
     def best(self, goal: Goal) -> Ints:
-        """The best choices for a goal among all that were simulated."""
-        return min(self.tried, key=lambda one: goal(one[0]))[1]
+        """The best choices for a goal among all that were simulated; of equals, the first."""
+        seen, value, chosen = self._best.get(goal) or (1, goal(self.tried[0][0]), self.tried[0][1])
+        for cost, one in self.tried[seen:]:
+            other = goal(cost)
+            if other < value:
+                value, chosen = other, one
+        self._best[goal] = self.num_tried, value, chosen
+        return chosen
 
     def improve(self, chosen: Ints, goal: Goal, most_events: float) -> Ints:
         """The best that is found from here, with so many events at most."""
@@ -111,14 +119,14 @@ class Search:
         if len(singles) > _MOST_SINGLE_CHANGES / 4:
             yield from self._changes_of_many(chosen, chance)
         yield from ([one] for one in singles[:_MOST_SINGLE_CHANGES])
-        for number, most in ((2, _MOST_PAIRS), (3, _MOST_TRIPLES)):
-            several = [
-                list(some)
-                for some in itertools.islice(itertools.combinations(singles, number), 20 * most)
-                if len({layer for layer, _ in some}) == number
-            ]
-            chance.shuffle(several)
-            yield from several[:most]
+        pairs = itertools.islice(itertools.combinations(singles, 2), 20 * _MOST_PAIRS)
+        triples = itertools.islice(itertools.combinations(singles, 3), 20 * _MOST_TRIPLES)
+        of_two = [[a, b] for a, b in pairs if a[0] != b[0]]  # of two layers
+        chance.shuffle(of_two)
+        yield from of_two[:_MOST_PAIRS]
+        of_three = [[a, b, c] for a, b, c in triples if a[0] != b[0] != c[0] != a[0]]
+        chance.shuffle(of_three)
+        yield from of_three[:_MOST_TRIPLES]
 
     def _single_changes(self, chosen: Ints) -> _Change:
         changes = []
