@@ -57,46 +57,60 @@ note_failures() {
     fi
 }
 
-# Two processes side by side, on a core each: most of the tests that train, with all other checks around
-# them, and in the background all other tests, whose output comes when they have ended. Where the alphabet
-# is cut, both take about as long; with --slow it is the trainings that take longer, so tests/unit and
-# tests/frozen are with the others then.
+# Three processes side by side: most of the tests that train, with all other checks around them, and in
+# the background the test accelerator's, which wait for a device half of their time, and all other tests.
+# The output of those comes when they have ended. Where the alphabet is cut, trainings and others take about
+# as long; with --slow it is the trainings that take longer, so tests/unit and tests/frozen are with the
+# others then.
 run=("$PYTHON" -m pytest --durations=10)
-trainings_status=0 others_status=0
+declare -A process=() printed=()
+has_tests=false
 
-begin_others() {
+begin() {
+    local name="$1"
+    shift
+    printed[$name]="$(mktemp)"
+    "${run[@]}" "$@" >"${printed[$name]}" 2>&1 &
+    process[$name]=$!
+    trap 'kill "${process[@]}" 2>/dev/null' INT EXIT # in the background they do not hear Ctrl-C
+}
+
+begin_devices_and_others() {
     local others=(--ignore=tests/unit --ignore=tests/frozen)
     if [[ " $* " == *" --slow "* || " $* " == *" --rare "* ]]; then others=(); fi
-    others_output="$(mktemp)"
-    "${run[@]}" "$@" "${others[@]}" --ignore-glob='tests/megatron/test_[a-q]*' \
+    begin devices "$@" --ignore-glob='tests/[!l]*'
+    begin others "$@" "${others[@]}" --ignore=tests/lag --ignore-glob='tests/megatron/test_[a-q]*' \
         --ignore-glob='tests/integrations/test_[a-s]*' --ignore-glob='tests/integrations/test_t[a-n]*' \
-        --ignore-glob='tests/integrations/test_torch_d*' >"$others_output" 2>&1 &
-    others_pid=$!
-    trap 'kill "$others_pid" 2>/dev/null' INT EXIT # in the background it does not hear Ctrl-C
+        --ignore-glob='tests/integrations/test_torch_d*'
+}
+
+# What pytest's exit status says: 5, that no test was selected, is an error where nothing else ran either.
+ended() {
+    local status="$1" output="$2"
+    note_failures "$status" "$output"
+    rm "$output"
+    if ((status != 5)); then has_tests=true; fi
+    return $((status == 5 ? 0 : status))
 }
 
 trainings() {
-    local trains=() output
+    local trains=() status=0 output
     if [[ " $* " == *" --slow "* || " $* " == *" --rare "* ]]; then trains=(--ignore=tests/unit --ignore=tests/frozen); fi
     output="$(mktemp)"
     "${run[@]}" "$@" "${trains[@]}" --ignore=tests/autograd --ignore=tests/behaviour \
         --ignore=tests/lag --ignore-glob='tests/megatron/test_[r-z]*' \
         --ignore-glob='tests/integrations/test_t[p-z]*' --ignore-glob='tests/integrations/test_[u-z]*' \
-        --ignore-glob='tests/integrations/test_torch_[!d]*' | tee "$output" ||
-        trainings_status=${PIPESTATUS[0]}
-    note_failures "$trainings_status" "$output"
-    rm "$output"
-    return $((trainings_status == 5 ? 0 : trainings_status)) # 5: no test was selected
+        --ignore-glob='tests/integrations/test_torch_[!d]*' | tee "$output" || status=${PIPESTATUS[0]}
+    ended "$status" "$output"
 }
 
-others() {
-    wait "$others_pid" || others_status=$?
-    trap - INT EXIT
-    cat "$others_output"
-    note_failures "$others_status" "$others_output"
-    rm "$others_output"
-    # That no test was selected is an error only if both say so.
-    return $((others_status == 5 && trainings_status != 5 ? 0 : others_status))
+background() {
+    local name="$1" status=0
+    wait "${process[$name]}" || status=$?
+    unset "process[$name]"
+    if ((${#process[@]} == 0)); then trap - INT EXIT; fi
+    cat "${printed[$name]}"
+    ended "$status" "${printed[$name]}"
 }
 
 # What meets the inner side of PyTorch, which differs between releases: in one process.
@@ -138,7 +152,7 @@ else
     echo "tests: no hadolint beside $PYTHON; the Dockerfile is not checked"
 fi
 wait "$compiling" "$building" || true # the tests would say what is wrong
-begin_others "$@"
+begin_devices_and_others "$@"
 if "$PYTHON" -c 'import torch, sys; sys.exit("torch==" + torch.__version__.split("+")[0] not in open(sys.argv[1]).read().split())' \
     tools/constraints.txt; then
     check types "$PYTHON" -m mypy megatron/offload
@@ -153,7 +167,12 @@ elif bootstrap_next; then
 else
     echo "tests: nothing was run with $(grep '^torch==' tools/constraints-next.txt), which is not installed"
 fi
-check others others
+check devices background devices
+check others background others
+if [[ "$has_tests" == false ]]; then
+    failed+=(tests)
+    failures+=("no test was selected: $*")
+fi
 
 printf '\n'
 printf '%s\n' "${durations[@]}"
