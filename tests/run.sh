@@ -15,10 +15,10 @@ set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 # shellcheck source=tools/bootstrap.sh
 source "$ROOT/tools/bootstrap.sh"
+unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the same modules: each is compiled once
 bootstrap
 bootstrap_frameworks || echo "tests: tests of transformers, DeepSpeed and Lightning are skipped"
 cd "$ROOT"
-unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the package: it is compiled once
 
 # A device whose streams lag behind (tests/support/lag), instead of the CPU.
 if [[ "${1:-}" == --lag ]]; then

@@ -57,11 +57,14 @@ _find_python() {
     _fail "no Python 3.11 to 3.13 found; install one (with its venv module) or set PYTHON to its path"
 }
 
-# pip's lines about large downloads and about what it installed; the whole output is in the log.
+# pip's lines about large downloads and about what it installed; the whole output is in the log. Python makes
+# bytecode of what it imports, and keeps it; pip would make it of ten times as many files, for minutes.
 _pip() {
     local venv="$OFFLOAD_ROOT/$_venv" log="$OFFLOAD_ROOT/$_venv/bootstrap.log"
+    local bytecode=--no-compile
+    if [[ -n "${PYTHONDONTWRITEBYTECODE:-}" ]]; then bytecode=--compile; fi
     if ! env -u PIP_USER -u PIP_TARGET -u PIP_PREFIX -u PIP_REQUIRE_VIRTUALENV \
-        "$venv/bin/python" -m pip install --disable-pip-version-check --no-input \
+        "$venv/bin/python" -m pip install --disable-pip-version-check --no-input "$bytecode" \
         --constraint "$venv/constraints.txt" "$@" 2>&1 |
         tee -a "$log" | sed -n -u 's/^ *\(Downloading .*[MG]B)\).*/bootstrap:   \1/p' >&2; then
         grep -v '^WARNING' "$log" | tail -n 15 >&2 || true
