@@ -40,6 +40,7 @@ from megatron.offload.activations.saved.replayable_nodes import (
     ALL_EDGES,
     DTYPE,
     EPS,
+    LAYER_NORM_ALONE,
     NUMBER,
     SCALAR,
     SHAPE,
@@ -323,7 +324,11 @@ class RecipeSearch:
     def _computed(
         self, node: Any, number: int, operation: NodeOperation, is_target: bool
     ) -> int | None:
+        if number and NUMBER not in operation.constants:  # the statistics of a norm
+            return None
         edges = node.next_functions
+        if operation.missing is EPS and all(_lacks(node, one) for one in operation.optional):
+            operation = LAYER_NORM_ALONE
         names = operation.inputs
         if names is ALL_EDGES:
             names = (None,) * len(edges)
@@ -344,7 +349,7 @@ class RecipeSearch:
                     value = self._narrower(edges)
                 if value is None:
                     return None
-            elif value is None and name not in operation.optional:
+            elif value is None and not (name in operation.optional and _lacks(node, name)):
                 return None
             values.append(value)
         constants: tuple[Any, ...] = ()
@@ -413,6 +418,15 @@ class RecipeSearch:
         if dtype.itemsize >= target.dtype.itemsize:
             return None
         return self._operand(self._save_for((source, number), target.detach().to(dtype)))
+
+
+def _lacks(node: Any, name: str) -> bool:
+    """Whether an operation was given no tensor of that name."""
+    try:
+        raw = getattr(node, "_raw_saved_" + name)
+        return raw.unpack_hook is None and raw.data is None
+    except RuntimeError:  # freed
+        return False
 
 
 def _constant(node: Any, number: int, name: str) -> Any:
