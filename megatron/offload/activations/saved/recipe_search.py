@@ -16,7 +16,8 @@ A loss in fp32 saves the log-softmax of logits that an output layer has made in 
 saves those, but the model holds them until its forward pass has ended. So what the parts of a model
 return is known by its node as long as it lives, and is saved instead of something of at least twice
 its bytes that is computed of it. Only products and the like: of what the table has, the operands
-are saved.
+are saved. So is what a saved view is a small part of: diffusion transformers compute shifts, scales
+and gates at once, and gates alone are saved.
 
 Note [Parameters that are taken back]
 ZeRO 3 gathers a parameter for the module that has it and frees its memory when the module has run:
@@ -111,6 +112,8 @@ class AvailableTensors:
             node = node_of(tensor)
             if node is not None:
                 self.results[origin_of(node, tensor.output_nr)] = held
+            if (base := tensor._base) is not None and base.nbytes <= _MOST_COPIED:
+                self._note_base(base)
         is_copied = id(tensor) in self._taken_back and tensor.nbytes <= _MOST_COPIED
         if is_copied and isinstance(held, ResidentTensor):
             held.copy = tensor.detach().clone()
@@ -138,6 +141,11 @@ class AvailableTensors:
             ((source, _),) = source.next_functions
         if source is not None and tensor._version == 0:
             self._returned[node, number] = weakref.ref(tensor)
+
+    def _note_base(self, base: torch.Tensor) -> None:
+        """A part of a small tensor is saved; others may be operands: Note [Results of modules]."""
+        if base.device == self.device and base.nbytes == base.untyped_storage().nbytes():
+            self.note_returned(base)
 
     def returned(self, edge: Edge) -> torch.Tensor | None:
         """What a part of the model has returned, by its node, if it is alive and as it was."""
