@@ -179,7 +179,10 @@ def fail(_: Tensor) -> Any:
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_group_norm_between_convolutions_is_computed_again(make_engine, dtype, layout, way):
-    """With its activation function, as in the networks of diffusion models."""
+    """With its activation function, as in the networks of diffusion models.
+
+    Where channels come last, a CPU's bits depend on the number of threads: the norm is saved.
+    """
     size = (2, 16, 6, 6)
 
     def gradients(engine: OffloadEngine | None) -> list[Tensor]:
@@ -200,7 +203,10 @@ def test_a_group_norm_between_convolutions_is_computed_again(make_engine, dtype,
 
     engine = make_engine()
     assert all(map(torch.equal, gradients(engine), gradients(None)))
-    assert engine.statistics.replayed_bytes == 2 * math.prod(size) * dtype.itemsize
+    is_saved = layout is torch.channels_last and torch.empty(0).device.type == "cpu"
+    num_replays = 1 if is_saved else 2
+    assert engine.statistics.num_replays == num_replays
+    assert engine.statistics.replayed_bytes == num_replays * math.prod(size) * dtype.itemsize
 
 
 @pytest.mark.parametrize("is_whole", [False, True])

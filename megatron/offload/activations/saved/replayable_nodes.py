@@ -124,8 +124,15 @@ def _normed(
     return wide.to(one.dtype)
 
 
-def _group_norm(*values: Any) -> torch.Tensor:
-    return torch.native_group_norm(*values)[0]
+def _group_norm(one: torch.Tensor, *others: Any) -> torch.Tensor:
+    """Group norm with its arguments in their order.
+
+    Raises:
+        OffloadError: channels come last, and a CPU adds them up in as many parts as it has threads.
+    """
+    if not one.is_contiguous():
+        raise OffloadError("the bits of a group norm depend on the number of threads")
+    return torch.native_group_norm(one, *others)[0]
 
 
 def _gelu(one: torch.Tensor, approximate: str) -> torch.Tensor:
