@@ -24,6 +24,7 @@ MEASURED = ROOT / "docs" / "results" / "replay-models.json"
 _NAMES = {
     "llama": "Llama",
     "qwen3": "Qwen3",
+    "olmo": "OLMo, norms without weight",
     "gpt2": "GPT-2, with its dropout",
     "bert": "BERT without dropout",
     "llama-lora": "Llama with LoRA on all linear layers",

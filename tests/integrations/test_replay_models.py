@@ -48,6 +48,13 @@ def mixtral() -> Any:
     return transformers.MixtralForCausalLM(config)
 
 
+def olmo() -> Any:
+    """Its norms have no weight, and compute in fp32."""
+    return transformers.OlmoForCausalLM(
+        transformers.OlmoConfig(intermediate_size=160, pad_token_id=0, **SIZES)
+    )
+
+
 # The most of the bytes that may still move with fp32 weights, and with bf16.
 MODELS: dict[str, tuple[Callable[[], Any], float, float]] = {
     "llama": (llama, 0.62, 0.6),
@@ -55,6 +62,7 @@ MODELS: dict[str, tuple[Callable[[], Any], float, float]] = {
     "gpt2": (gpt2, 0.42, 0.45),
     "bert": (bert, 0.56, 0.62),
     "mixtral": (mixtral, 0.75, 0.75),
+    "olmo": (olmo, 0.63, 0.56),
 }
 
 

@@ -73,6 +73,11 @@ def _qwen3(args: argparse.Namespace) -> Any:
     return transformers.Qwen3ForCausalLM(config)
 
 
+def _olmo(args: argparse.Namespace) -> Any:
+    config = transformers.OlmoConfig(**_sizes(args), pad_token_id=0, use_cache=False)
+    return transformers.OlmoForCausalLM(config)
+
+
 def _mixtral(args: argparse.Namespace) -> Any:
     heads = args.hidden // 64
     sizes = _sizes(args) | {"intermediate_size": 2 * args.hidden}  # its products want such widths
@@ -105,6 +110,7 @@ _MODELS: dict[str, Callable[[argparse.Namespace], Any]] = {
     "llama": _llama,
     "llama-lora": _llama_lora,
     "qwen3": _qwen3,
+    "olmo": _olmo,
     "bert": _bert,
     "mixtral": _mixtral,
 }

@@ -337,16 +337,19 @@ class SavedTensorHooks:
 
         It goes where the saved one would go, of so many bytes, also where it is small itself.
         """
-        scope = self._step.scope
+        scope, storage = self._step.scope, tensor.untyped_storage()
+        record = self._cache.find(storage, None, tensor)
+        if record is not None:  # a view of all of it is saved
+            return self.take(tensor, (storage, None, record, None), batch)
         if self._step.observer is not None:
             self._step.observer.saves_for_replay(scope, tensor.nbytes)
         tier = self._tiers.get(self._policy.place(scope, instead_of_bytes))
         if tier is None:
             self._step.statistics.kept_bytes += tensor.nbytes
             if self._step.observer is not None:
-                self._step.observer.stayed(scope, tensor.untyped_storage())
+                self._step.observer.stayed(scope, storage)
             return ResidentTensor(tensor, scope)
-        return self.take(tensor, (tensor.untyped_storage(), None, None, tier), batch)
+        return self.take(tensor, (storage, None, None, tier), batch)
 
     # -- Back -------------------------------------------------------------------------------------
 

@@ -16,7 +16,8 @@ A loss in fp32 saves the log-softmax of logits that an output layer has made in 
 saves those, but the model holds them until its forward pass has ended. So what the parts of a model
 return is known by its node as long as it lives, and is saved instead of something of at least twice
 its bytes that is computed of it. Only products and the like: of what the table has, the operands
-are saved.
+are saved. So is what a saved view is a small part of: diffusion transformers compute shifts, scales
+and gates at once, and gates alone are saved.
 
 Note [Parameters that are taken back]
 ZeRO 3 gathers a parameter for the module that has it and frees its memory when the module has run:
@@ -40,6 +41,7 @@ from megatron.offload.activations.saved.replayable_nodes import (
     ALL_EDGES,
     DTYPE,
     EPS,
+    LAYER_NORM_ALONE,
     NUMBER,
     SCALAR,
     SHAPE,
@@ -110,6 +112,8 @@ class AvailableTensors:
             node = node_of(tensor)
             if node is not None:
                 self.results[origin_of(node, tensor.output_nr)] = held
+            if (base := tensor._base) is not None and base.nbytes <= _MOST_COPIED:
+                self._note_base(base)
         is_copied = id(tensor) in self._taken_back and tensor.nbytes <= _MOST_COPIED
         if is_copied and isinstance(held, ResidentTensor):
             held.copy = tensor.detach().clone()
@@ -137,6 +141,11 @@ class AvailableTensors:
             ((source, _),) = source.next_functions
         if source is not None and tensor._version == 0:
             self._returned[node, number] = weakref.ref(tensor)
+
+    def _note_base(self, base: torch.Tensor) -> None:
+        """A part of a small tensor is saved; others may be operands: Note [Results of modules]."""
+        if base.device == self.device and base.nbytes == base.untyped_storage().nbytes():
+            self.note_returned(base)
 
     def returned(self, edge: Edge) -> torch.Tensor | None:
         """What a part of the model has returned, by its node, if it is alive and as it was."""
@@ -323,7 +332,11 @@ class RecipeSearch:
     def _computed(
         self, node: Any, number: int, operation: NodeOperation, is_target: bool
     ) -> int | None:
+        if number and NUMBER not in operation.constants:  # the statistics of a norm
+            return None
         edges = node.next_functions
+        if operation.missing is EPS and all(_lacks(node, one) for one in operation.optional):
+            operation = LAYER_NORM_ALONE
         names = operation.inputs
         if names is ALL_EDGES:
             names = (None,) * len(edges)
@@ -344,7 +357,7 @@ class RecipeSearch:
                     value = self._narrower(edges)
                 if value is None:
                     return None
-            elif value is None and name not in operation.optional:
+            elif value is None and not (name in operation.optional and _lacks(node, name)):
                 return None
             values.append(value)
         constants: tuple[Any, ...] = ()
@@ -413,6 +426,15 @@ class RecipeSearch:
         if dtype.itemsize >= target.dtype.itemsize:
             return None
         return self._operand(self._save_for((source, number), target.detach().to(dtype)))
+
+
+def _lacks(node: Any, name: str) -> bool:
+    """Whether an operation was given no tensor of that name."""
+    try:
+        raw = getattr(node, "_raw_saved_" + name)
+        return raw.unpack_hook is None and raw.data is None
+    except RuntimeError:  # freed
+        return False
 
 
 def _constant(node: Any, number: int, name: str) -> Any:

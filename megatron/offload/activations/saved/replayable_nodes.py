@@ -7,6 +7,13 @@ attributes that are its constants. Recipes are made of it; nothing here looks at
 What is not in the table is not replayed: operations that draw random numbers, that communicate, or
 that cost as much as a matrix product; softmax, whose input nothing saves. Nor does anything save
 that of log-softmax, but logits of half its bytes may be there: see Note [Results of modules].
+
+Note [Norms by their statistics]
+A layer norm without weight belongs to no module that could say its eps. It does not need one:
+autograd saves the mean and the deviation that its kernels use, and `(x - mean) * rstd` has no sum
+behind a product, which a compiler may fuse. So its bits are those of the kernels; likewise those of
+the fused RMS norm of accelerators, `x * rstd * weight`. Accelerators save statistics in fp32. A CPU
+rounds them to the type of the input, and a norm in 16 bits is saved there as usual.
 """
 
 from __future__ import annotations
@@ -96,6 +103,36 @@ def _layer_norm(
 
 
 layer_norm_of_decoded = functools.partial(_layer_norm, is_exact=False)
+
+
+def _normed(
+    one: torch.Tensor,
+    weight: torch.Tensor | None,
+    rstd: torch.Tensor,
+    mean: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """A norm by the statistics that forward has saved: Note [Norms by their statistics].
+
+    Raises:
+        OffloadError: they are rounded, so forward did not multiply by these.
+    """
+    if rstd.dtype.itemsize < torch.float32.itemsize:
+        raise OffloadError("the statistics of a norm are rounded")
+    wide = torch.mul(one, rstd) if mean is None else torch.sub(one, mean).mul_(rstd)
+    if weight is not None:
+        wide.mul_(weight)
+    return wide.to(one.dtype)
+
+
+def _group_norm(one: torch.Tensor, *others: Any) -> torch.Tensor:
+    """Group norm with its arguments in their order.
+
+    Raises:
+        OffloadError: channels come last, and a CPU adds them up in as many parts as it has threads.
+    """
+    if not one.is_contiguous():
+        raise OffloadError("the bits of a group norm depend on the number of threads")
+    return torch.native_group_norm(one, *others)[0]
 
 
 def _gelu(one: torch.Tensor, approximate: str) -> torch.Tensor:
@@ -197,6 +234,9 @@ def steps_of_a_row(steps: tuple[Step, ...], layout: Layout) -> tuple[Step, ...]:
 
 _OF_SELF = ("self",)
 ALL_EDGES = ("*",)  # as many inputs as the node has edges
+LAYER_NORM_ALONE = NodeOperation(  # without weight and bias
+    _normed, ("input", "weight", "result2", "result1"), optional=("weight",)
+)
 
 _NODES: dict[str, NodeOperation] = {
     "MulBackward0": NodeOperation(torch.mul, ("self", "other")),
@@ -210,6 +250,12 @@ _NODES: dict[str, NodeOperation] = {
         ("normalized_shape",),
         EPS,
         ("weight", "bias"),
+    ),
+    "FusedRmsNormBackward0": NodeOperation(
+        _normed, ("input", "weight", "result1"), optional=("weight",)
+    ),
+    "NativeGroupNormBackward0": NodeOperation(
+        _group_norm, ("input", "weight", None), ("N", "C", "HxW", "group", "eps")
     ),
     "SiluBackward0": NodeOperation(F.silu, _OF_SELF),
     "GeluBackward0": NodeOperation(_gelu, _OF_SELF, ("approximate",)),

@@ -176,7 +176,8 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         """Saves what a recipe needs and autograd does not save."""
         self._live.change_kind(tensor, Kind.SAVED)
         if self._treatment == MOVE:
-            record = self._new(tensor, tensor.untyped_storage(), None, None)
+            storage = tensor.untyped_storage()
+            record = self._known(storage, None, tensor) or self._new(tensor, storage, None, None)
             assert record is not None
             return SavedView(record, tensor)
         self.kept_bytes += tensor.untyped_storage().nbytes()

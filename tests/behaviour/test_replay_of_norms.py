@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms that need no eps to be computed again: they have no weight, or are fused RMS norms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.offload import OffloadEngine, offload_activations
+from megatron.offload.activations.saved.recipe_search import RecipeSearch
+from megatron.offload.activations.saved.replayable_nodes import operation_of
+from tests.behaviour.test_replay import (
+    SHAPE,
+    WAYS,
+    between,
+    engine,
+    leaf,
+    make_engine,
+    train,
+    weights,
+)
+
+assert make_engine and engine  # fixtures
+MakeEngine = Callable[..., OffloadEngine]
+ONE = SHAPE[0] * 64  # values of a norm's result
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+def test_no_module_says_the_eps_of_a_norm_without_weight(make_engine, dtype, way):
+    """Two norms have two, and other ones in each step."""
+    calls: list[None] = []
+
+    def twice(x: Tensor) -> Tensor:
+        calls.append(None)
+        eps = 10.0 ** -len(calls)
+        return F.layer_norm(F.silu(F.layer_norm(x, [64], eps=eps)), [64], eps=10 * eps)
+
+    engine = make_engine()
+    ours = train(engine, way, between(twice), lambda: weights(dtype), num_steps=6)
+    calls.clear()
+    plain = train(None, way, between(twice), lambda: weights(dtype), num_steps=6)
+    assert all(map(torch.equal, ours, plain))
+    assert engine.statistics.replayed_bytes >= 3 * ONE * dtype.itemsize
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_norm_over_several_dimensions(make_engine, way):
+    def norm(x: Tensor) -> Tensor:
+        return F.layer_norm(x.view(2, 4, 8, 8), [8, 8]).view(x.shape)
+
+    engine = make_engine()
+    ours = train(engine, way, between(norm), weights)
+    assert all(map(torch.equal, ours, train(None, way, between(norm), weights)))
+    assert engine.statistics.replayed_bytes == 4 * ONE
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_where_statistics_are_rounded_a_norm_is_saved(make_engine, way):
+    """Those of zeros are not changed by it, and zeros are all that is compared."""
+    factors: list[float] = []
+
+    def layer(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        factor = 0.0 if len(factors) < 3 else 1.0
+        factors.append(factor)
+        return F.layer_norm(factor * x @ first, [64]) @ second
+
+    def gradients(engine: OffloadEngine | None) -> list[Tensor]:
+        factors.clear()
+        return train(engine, way, layer, lambda: weights(torch.bfloat16), num_steps=5)
+
+    assert all(map(torch.equal, gradients(make_engine()), gradients(None)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_norm_with_a_bias_alone_is_saved(make_engine, way):
+    """A bias that is zero at first does not show in the bytes."""
+
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.calls += 1
+                if self.calls > 3:
+                    self.bias += 1
+            return F.layer_norm(x, [64], None, self.bias)
+
+        calls = 0
+
+    def gradients(engine: OffloadEngine | None) -> list[Tensor]:
+        norm = Biased()
+        return train(engine, way, between(norm), weights, norm, num_steps=5)
+
+    engine = make_engine()
+    assert all(map(torch.equal, gradients(engine), gradients(None)))
+    assert engine.statistics.replayed_bytes == 0
+
+
+def kernel(x: Tensor, shape: list[int], weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """In the order in which accelerators compute it."""
+    rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+    result = x.float() * rstd
+    return (result if weight is None else weight.float() * result).to(x.dtype), rstd
+
+
+def backward_kernel(
+    gradient: Tensor, x: Tensor, shape: list[int], rstd: Tensor, weight: Tensor | None, mask: Any
+) -> tuple[Tensor, Tensor | None]:
+    gradient, normed = gradient.float(), x.float() * rstd
+    slope = gradient if weight is None else gradient * weight.float()
+    found = rstd * (slope - normed * (slope * normed).mean(-1, keepdim=True))
+    return found.to(x.dtype), None if weight is None else (gradient * normed).sum(0).to(x.dtype)
+
+
+@pytest.fixture
+def fused_rms_norm() -> Iterator[None]:
+    """Torch has a kernel for RMS norms, and autograd a node, which it has on accelerators only."""
+    library = torch.library.Library("aten", "IMPL")
+    key = {"cpu": "CPU"}.get(torch.empty(0).device.type, "PrivateUse1")
+    library.impl("_fused_rms_norm", kernel, key)
+    library.impl("_fused_rms_norm_backward", backward_kernel, key)
+    yield
+    library._destroy()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("has_weight", [True, False])
+@pytest.mark.usefixtures("fused_rms_norm")
+def test_a_fused_rms_norm_is_computed_again(make_engine, has_weight, dtype, way):
+    def gradients(engine: OffloadEngine | None) -> list[Tensor]:
+        torch.manual_seed(7)
+        norm = nn.RMSNorm(64, elementwise_affine=has_weight).to(dtype)
+        if has_weight:
+            nn.init.normal_(norm.weight)
+        norm.eps = 1e-3
+        return train(engine, way, between(norm), lambda: weights(dtype), norm)
+
+    node = F.rms_norm(torch.ones(2, 64, requires_grad=True), [64], eps=1e-3).grad_fn
+    assert type(node).__name__ == "FusedRmsNormBackward0" and operation_of(node)
+    engine = make_engine()
+    assert all(map(torch.equal, gradients(engine), gradients(None)))
+    assert engine.statistics.replayed_bytes == ONE * dtype.itemsize
+
+
+@pytest.mark.usefixtures("fused_rms_norm")
+def test_what_a_norm_divides_by_is_not_taken_for_its_result(engine):
+    result, rstd = torch.ops.aten._fused_rms_norm(leaf(), [48], None, 1e-3)
+    available = engine.hooks.recipes.available
+    for number, one in enumerate((result, rstd)):
+        found = RecipeSearch(available, one, fail).result((one.grad_fn, number), is_target=True)
+        assert (found is None) == (number > 0)
+
+
+@pytest.mark.usefixtures("fused_rms_norm")
+def test_a_weight_that_others_hold_is_not_taken_for_none(engine):
+    result = F.rms_norm(leaf(), [48], torch.ones(48), 1e-3)
+    node = result.grad_fn
+    node._raw_saved_weight.register_hooks(lambda one: one, lambda one: one)
+    search = RecipeSearch(engine.hooks.recipes.available, result, fail)
+    assert search.result((node, 0), is_target=True) is None
+
+
+def fail(_: Tensor) -> Any:
+    raise AssertionError
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_group_norm_between_convolutions_is_computed_again(make_engine, dtype, layout, way):
+    """With its activation function, as in the networks of diffusion models.
+
+    Where channels come last, a CPU's bits depend on the number of threads: the norm is saved.
+    """
+    size = (2, 16, 6, 6)
+
+    def gradients(engine: OffloadEngine | None) -> list[Tensor]:
+        torch.manual_seed(7)
+        norm = nn.GroupNorm(4, 16, eps=1e-2).to(dtype)
+        for one in norm.parameters():
+            nn.init.normal_(one)
+
+        def block(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+            return F.conv2d(F.silu(norm(F.conv2d(x, first))), second)
+
+        def make() -> list[Tensor]:
+            x, *kernels = leaf(*size), leaf(16, 16, 1, 1), leaf(16, 16, 1, 1)
+            x = x.detach().to(memory_format=layout).requires_grad_()
+            return [one.detach().to(dtype).requires_grad_() for one in (x, *kernels)]
+
+        return train(engine, way, block, make, norm)
+
+    engine = make_engine()
+    assert all(map(torch.equal, gradients(engine), gradients(None)))
+    is_saved = layout is torch.channels_last and torch.empty(0).device.type == "cpu"
+    num_replays = 1 if is_saved else 2
+    assert engine.statistics.num_replays == num_replays
+    assert engine.statistics.replayed_bytes == num_replays * math.prod(size) * dtype.itemsize
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_an_operand_is_saved_whose_other_part_is(make_engine, is_whole):
+    """Or of which all is, as a view: then it is saved once."""
+
+    def layer(x: Tensor, first: Tensor, second: Tensor, both: Tensor) -> Tensor:
+        h, parts = x @ first, x[:1] @ both
+        shift, gate = (parts, parts.unsqueeze(0)) if is_whole else parts.split(64, -1)
+        return (F.silu(h) * gate).squeeze(0) @ second + (F.silu(h) + shift) @ second
+
+    def make() -> list[Tensor]:
+        return [*weights(), leaf(48, 64 if is_whole else 128)]
+
+    engine = make_engine()
+    ours = train(engine, "context", layer, make)
+    assert all(map(torch.equal, ours, train(None, "context", layer, make)))
+    assert engine.statistics.unreplayed_by_operation.keys() == {"Mm"}
+    if is_whole:
+        assert engine.statistics.offloaded_bytes == 4 * (SHAPE[0] * 64 + 64)
+
+
+class DiTBlock(nn.Module):
+    """As diffusion transformers have it: norms without weight, scaled and shifted by a condition.
+
+    There is no attention, of which devices save different things.
+
+    Args:
+        wide: norms compute in fp32.
+    """
+
+    def __init__(self, size: int, *, wide: bool) -> None:
+        super().__init__()
+        self.first = nn.LayerNorm(size, eps=1e-6, elementwise_affine=False)
+        self.second = nn.LayerNorm(size, eps=1e-5, elementwise_affine=False)
+        self.condition = nn.Sequential(nn.SiLU(), nn.Linear(size, 6 * size))
+        self.value, self.out = nn.Linear(size, size), nn.Linear(size, size)
+        self.up, self.down = nn.Linear(size, 4 * size), nn.Linear(4 * size, size)
+        self.wide = wide
+
+    def normed(self, norm: nn.LayerNorm, x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+        one = norm(x.float()).to(x.dtype) if self.wide else norm(x)
+        return one * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        shifts = self.condition(condition).chunk(6, -1)
+        h = self.value(self.normed(self.first, x, *shifts[:2]))  # of each token alone
+        x = x + shifts[2].unsqueeze(1) * self.out(h)
+        h = self.up(self.normed(self.second, x, *shifts[3:5]))
+        return x + shifts[5].unsqueeze(1) * self.down(F.gelu(h, approximate="tanh"))
+
+
+class DiT(nn.Module):
+    def __init__(self, *, wide: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = nn.Linear(8, 64)
+        self.blocks = nn.ModuleList(DiTBlock(64, wide=wide) for _ in range(3))
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x, condition)
+        return x.float().square().mean()
+
+
+def train_dit(
+    dtype: torch.dtype, directory: Path | None, *, wide: bool
+) -> tuple[list[Tensor], float]:
+    """Gradients of all steps, and the share of what was saved that was computed again."""
+    model = DiT(wide=wide).to(dtype)
+    handle = None
+    if directory is not None:
+        handle = offload_activations(model, directory, mode="ssd", min_bytes=4096)
+    found = []
+    for step in range(4):
+        torch.manual_seed(step)
+        x, condition = torch.randn(2, 32, 8).to(dtype), torch.randn(2, 64).to(dtype)
+        loss = model(x, condition)
+        loss.backward()
+        found += [loss.detach(), *(one.grad for one in model.parameters())]
+        model.zero_grad()
+    if handle is None:
+        return found, 0.0
+    counted = handle.engine.statistics
+    replayed = counted.replayed_bytes
+    share = replayed / (replayed + sum(counted.unreplayed_by_operation.values()))
+    handle.close()
+    return found, share
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wide", "least"),
+    [
+        (torch.float32, False, 0.48),
+        (torch.bfloat16, True, 0.59),
+        (torch.bfloat16, False, 0.37),  # its norms are saved: their statistics are rounded
+    ],
+    ids=["fp32", "bf16-norms-in-fp32", "bf16"],
+)
+def test_diffusion_transformers_have_the_same_bits(tmp_path, dtype, wide, least):
+    ours, share = train_dit(dtype, tmp_path, wide=wide)
+    plain, _ = train_dit(dtype, None, wide=wide)
+    assert all(map(torch.equal, ours, plain))
+    assert share >= least
