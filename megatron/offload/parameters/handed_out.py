@@ -49,7 +49,8 @@ class HandedOut:
             last_backward: autograd's number of the last backward pass that came to the unit.
             is_on_tier: which of both.
         """
-        if not self.is_held and not self._has_mapped:
+        self._parts, self._mapped = _alive(self._parts), _alive(self._mapped)
+        if not (self._is_whole or self._parts or self._mapped):
             self._since = last_backward
         for view in views:
             storage = view.untyped_storage()
@@ -62,15 +63,17 @@ class HandedOut:
 
     @property
     def is_held(self) -> bool:
-        """Whether other code holds one; the parameters do not show the memory."""
-        self._parts = [one for one in self._parts if not one.expired()]
-        self._is_whole = self._is_whole and _num_users(self._storage) > self._num_own
+        """Whether other code holds one; the parameters do not show the memory.
+
+        Of a device's memory a graph of the unit's layers counts as such too, as long as it lives.
+        """
+        self.look()
         return self._is_whole or bool(self._parts)
 
-    @property
-    def _has_mapped(self) -> bool:
-        self._mapped = [one for one in self._mapped if not one.expired()]
-        return bool(self._mapped)
+    def look(self) -> None:
+        """Forgets what is no longer held; the parameters do not show the memory."""
+        self._parts, self._mapped = _alive(self._parts), _alive(self._mapped)
+        self._is_whole = self._is_whole and _num_users(self._storage) > self._num_own
 
     def warns(self, name: str, last_backward: int) -> bool:
         """Says so if one is held since before a backward pass that has ended: by no graph.
@@ -86,7 +89,7 @@ class HandedOut:
             return False
         if self.is_held:
             then = "so they stay in memory as long as it does"
-        elif self._has_mapped:
+        elif self._mapped:
             then = "which does not show what training changes; what it writes there is lost"
         else:
             return False
@@ -98,6 +101,10 @@ class HandedOut:
             then,
         )
         return True
+
+
+def _alive(storages: Sequence[StorageWeakRef]) -> list[StorageWeakRef]:
+    return [one for one in storages if not one.expired()]
 
 
 def _num_users(storage: torch.UntypedStorage) -> int:

@@ -174,6 +174,7 @@ class ParameterUnit(MovingStorage):
             self._take_notice()
             self._count_hooks()
             self._places.detach()
+            self._handed_out.look()
 
     # -- Between steps --------------------------------------------------------------------------
 
@@ -292,6 +293,7 @@ class ParameterUnit(MovingStorage):
         elif self.where is Where.IN_MEMORY:
             self.note_change()
             self._places.detach()
+            self._handed_out.look()
 
     def give_back(self) -> None:
         """Gives the parameters memory of their own, on the devices that they came from."""
