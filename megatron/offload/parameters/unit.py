@@ -262,6 +262,7 @@ class ParameterUnit(MovingStorage):
             if self._places.shown:
                 self.renew()  # other parameters may have been changed on the tier
             self.read()  # for the other parameters, and for holders of old views
+            self.use_here()
             parts = self._places.held_by_parts()
             # The old memory is not refilled but dropped: the allocator keeps it until kernels end.
             self._device.wait_for_event(self._device.record_event())
@@ -278,6 +279,7 @@ class ParameterUnit(MovingStorage):
                 view.copy_(value)
         else:
             self.read()
+            self.use_here()
         self.note_change()
         self._places.attach()
 

@@ -26,7 +26,7 @@ from tests.support.lag.platform import LagPlatform
 
 KERNEL_DELAY_US = 200.0
 COPY_DELAY_US = 1000.0
-_OUR_THREADS = "activation-offload"
+_OUR_THREADS = ("activation-offload", "micro-batch ")  # the latter have the modes of their caller
 
 _SIMULATED = "has a simulated device of its own, in host memory"
 _KIND = "a kind of tensor that the test accelerator does not cover"
