@@ -60,6 +60,8 @@ Without a CUDA device it runs on the CPU, over gloo; the log says which defaults
 # rest, and rank 0 must have said why by then.
 _EXIT_DELAY_S = 2.0
 
+_HELP = frozenset(("-h", "--help"))
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the script. What the user can put right ends with one sentence and exit code 2."""
@@ -71,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "there is no script to run; give one of a Megatron-LM checkout, for example "
             "Megatron-LM/pretrain_gpt.py, and its flags; --help shows ours"
         )
-    if argv[0] in ("-h", "--help"):
+    if argv[0] in _HELP:
         _parser().print_help()
         sys.exit(0)
     _show_our_log()
@@ -107,7 +109,7 @@ def run(path: Path, flags: Sequence[str]) -> None:
             _check_datasets()
         runpy.run_path(str(path), run_name="__main__")
     except SystemExit as leaving:
-        if not leaving.code:
+        if not leaving.code and _HELP.isdisjoint(flags):
             _finish(script)
         raise
     except ConfigurationError:  # raised on all ranks

@@ -106,8 +106,12 @@ def test_layers_may_have_losses_of_their_own(tmp_path: Path) -> None:
 def test_a_backward_pass_of_no_result_of_a_layer_is_an_error(
     live_units: int, tmp_path: Path
 ) -> None:
-    """Also if the bytes are in memory, since parameters show them only where they are told."""
-    with pytest.raises(OffloadError, match="did not come from a result of their layer"):
+    """Also if the bytes are in memory, since parameters show them only where they are told.
+
+    On an accelerator torch itself refuses a view of memory that is gone.
+    """
+    said = "did not come from a result of their layer|out of bounds for storage of size 0"
+    with pytest.raises((OffloadError, RuntimeError), match=said):
         with_own_losses(tmp_path, alone=True, live_units=live_units)
 
 

@@ -623,9 +623,11 @@ def test_an_io_thread_that_dies_loses_nothing(
 
     monkeypatch.setattr(os, "preadv", dying_read)
     assert same(trained.train(3).result, expected.result)
-    died, again = warnings_of(caplog)
+    died, *again = warnings_of(caplog)
     assert died.startswith("optimizer states: an I/O thread died (SystemExit(")
-    assert "the I/O thread that carried it out died" in again and "trying once more" in again
+    assert 1 <= len(again) <= 2  # it may have carried out two reads side by side
+    for one in again:
+        assert "the I/O thread that carried it out died" in one and "trying once more" in one
 
 
 def test_without_io_threads_states_stay_in_memory_and_those_away_are_lost(

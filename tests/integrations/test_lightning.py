@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import types
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,11 +13,14 @@ import pytest
 import torch
 
 from megatron.offload import offload_parameters
+from megatron.offload.integration.open_streams import OPEN
 from megatron.offload.integration.torch.parameter_offload import ParameterOffload
 from tests.support.same_training import digest
 
 lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
+
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder  # noqa: E402
 
 from megatron.offload.integration.lightning import OffloadCallback  # noqa: E402
 from tests.support.text_models import llama, text_batches  # noqa: E402
@@ -47,7 +51,15 @@ def fitted(
     folder: Path, callbacks: list[Any], module: Trained | None = None, **settings: Any
 ) -> tuple[Trained, Any]:
     module = module or Trained()
-    trainer = lightning.Trainer(
+    trainer = trainer_of(folder, callbacks, **settings)
+    torch.manual_seed(6)
+    batches = torch.utils.data.DataLoader(text_batches(), batch_size=None)
+    trainer.fit(module, batches, torch.utils.data.DataLoader(text_batches(9, 2), batch_size=None))
+    return module, trainer
+
+
+def trainer_of(folder: Path, callbacks: list[Any], **settings: Any) -> Any:
+    return lightning.Trainer(
         max_epochs=2,
         accelerator="cpu",
         logger=False,
@@ -58,10 +70,6 @@ def fitted(
         callbacks=callbacks,
         **settings,
     )
-    torch.manual_seed(6)
-    batches = torch.utils.data.DataLoader(text_batches(), batch_size=None)
-    trainer.fit(module, batches, torch.utils.data.DataLoader(text_batches(9, 2), batch_size=None))
-    return module, trainer
 
 
 @pytest.mark.parametrize(
@@ -143,6 +151,63 @@ def test_a_trainer_is_pickled_with_the_settings_of_its_callback(tmp_path: Path) 
     assert another.offload is None and callback.offload is not None
     found, _ = fitted(tmp_path, [another])
     assert found.losses == expected.losses and another.offload is not None
+
+
+class FindsRateLater(LearningRateFinder):  # type: ignore[misc]
+    """As Lightning's documentation has it: not before the training but within."""
+
+    def on_fit_start(self, *_: Any) -> None: ...
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Trained) -> None:
+        self.lr_find(trainer, pl_module)
+
+
+class FindsBatchLater(BatchSizeFinder):  # type: ignore[misc]
+    def on_fit_start(self, *_: Any) -> None: ...
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Trained) -> None:
+        self.scale_batch_size(trainer, pl_module)
+
+
+@pytest.mark.parametrize("tuner", [FindsRateLater, FindsBatchLater, None])
+def test_a_training_that_failed_within_a_tuner_too_leaves_nothing_open(
+    tuner: type[Any] | None, tmp_path: Path
+) -> None:
+    class Fails(Trained):
+        batch_size = 2
+        lr = 1e-3
+
+        def train_dataloader(self) -> Any:
+            rows = [{name: one[0] for name, one in batch.items()} for batch in text_batches()]
+            return torch.utils.data.DataLoader(rows, self.batch_size)  # type: ignore[arg-type]
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            if len(self.losses) == 2:
+                raise ValueError("in the third step")
+            return super().training_step(batch, index)
+
+    callback = OffloadCallback(tmp_path, optimizer_states=True, parameters=True, min_bytes="4KiB")
+    module = Fails()
+    tuners = [] if tuner is None else [tuner()]
+    with pytest.raises(ValueError, match="in the third step"):
+        trainer_of(tmp_path, [callback, *tuners], limit_val_batches=0).fit(module)
+    assert callback.offload is not None and callback.offload.engine is None and not callback.others
+    assert not any(one._forward_hooks or one._forward_pre_hooks for one in module.modules())
+    assert not list(OPEN.trainers) and not list(OPEN.parameters)
+
+
+def test_a_strategy_that_is_pickled_while_it_trains_is_pickled_without_us(tmp_path: Path) -> None:
+    class Pickles(lightning.Callback):  # type: ignore[misc]
+        copied: Any = None
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            self.copied = pickle.loads(pickle.dumps(trainer.strategy))
+
+    pickles = Pickles()
+    fitted(tmp_path, [OffloadCallback(tmp_path), pickles], limit_train_batches=1)
+    assert pickles.copied.teardown == types.MethodType(
+        type(pickles.copied).teardown, pickles.copied
+    )
 
 
 class Parameters(lightning.Callback):  # type: ignore[misc]

@@ -180,7 +180,7 @@ def test_a_handle_whose_last_step_does_not_end_gives_everything_back(
     offload = offload_activations(model, tmp_path, min_bytes=1)
     model(noise()).sum().backward()
 
-    def fail() -> None:
+    def fail(**_: Any) -> None:
         raise OSError("the last step")
 
     monkeypatch.setattr(offload._passes, "close", fail)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megatron.offload import ConfigurationError, offload_activations, offload_parameters
+from megatron.offload.integration.open_streams import OPEN
 from tests.support.same_training import digest
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -203,6 +204,17 @@ def test_a_training_that_failed_leaves_no_hook_for_the_next(tmp_path: Path) -> N
     with pytest.raises(ValueError, match="stop"):
         trained(tmp_path, [callback, Fails()], model)
     trained(tmp_path, [callback], model)
+
+
+def test_a_training_that_cannot_begin_leaves_nothing_open(tmp_path: Path) -> None:
+    """Its parameters move first, and its activations are refused then."""
+    model = new_llama()
+    callback = OffloadCallback(tmp_path, parameters=True, layers=["Nope"])
+    with pytest.raises(ConfigurationError, match="names no module"):
+        trained(tmp_path, [callback], model)
+    assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
+    assert not list(OPEN.trainers) and not list(OPEN.parameters)
+    assert weights(model) == weights(new_llama())
 
 
 @pytest.mark.slow

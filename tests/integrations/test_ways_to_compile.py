@@ -7,6 +7,7 @@ Losses, gradients and weights are those of the same script without offload, bit 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron.offload import offload_activations
+from megatron.offload import offload_activations, offload_parameters
 from tests.support.compiled import HIDDEN, Stack, batch
 
 SETTINGS: dict[str, Any] = {"min_bytes": 1024, "inside_graphs": True}
@@ -285,3 +286,60 @@ def test_a_part_that_is_compiled_and_called_by_itself_is_seen() -> None:
         call: Any = torch.compile(model.body, backend="aot_eager")
         call(batch(0, 32)).backward()
         assert offload.statistics["offloaded_storages"] > 3
+
+
+def row() -> torch.nn.Sequential:
+    """Of a class of torch's own, whose hooks torch takes into the graph."""
+    torch.manual_seed(4)
+    layers = (torch.nn.Linear(HIDDEN, HIDDEN), torch.nn.GELU())
+    return torch.nn.Sequential(*(copy.deepcopy(one) for _ in range(3) for one in layers))
+
+
+@pytest.mark.parametrize("inside_graphs", [False, True])
+@pytest.mark.parametrize("way", ["what torch.compile returns", "compile before", "compile after"])
+def test_a_sequential_may_be_one_graph(way: str, inside_graphs: bool) -> None:
+    torch.compiler.reset()
+    how: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
+    model, expected = row(), row()
+    call: Any = torch.compile(model, **how) if way.startswith("what") else model
+    if way == "compile before":
+        model.compile(**how)
+    with offload_activations(
+        call, mode="host", min_bytes=1, inside_graphs=inside_graphs
+    ) as offload:
+        if way == "compile after":
+            model.compile(**how)
+        for seed in range(2):
+            call(batch(seed, 32)).sum().backward()
+            expected(batch(seed, 32)).sum().backward()
+        assert offload.statistics["offloaded_storages"] > 3
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("is_offloaded_first", [False, True])
+def test_hooks_that_cannot_be_in_one_graph_say_what_to_do(is_offloaded_first: bool) -> None:
+    torch.compiler.reset()
+    model = row()
+    how: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
+    call = None if is_offloaded_first else torch.compile(model, **how)
+    with offload_activations(model, mode="host", min_bytes=1):
+        call = torch.compile(model, **how) if call is None else call
+        with pytest.raises(RuntimeError, match=r"give offload_activations what torch\.compile"):
+            call(batch(1, 32))
+
+
+def test_parameters_that_move_say_that_they_end_graphs() -> None:
+    torch.compiler.reset()
+    model = Stack()
+    with offload_parameters(model, mode="host"):
+        call = torch.compile(model, backend="aot_eager", fullgraph=True)
+        with pytest.raises(RuntimeError, match=r"between the layers.*layer\.compile"):
+            call(batch(1, 32))
+        for block in model.blocks:
+            block.compile(backend="aot_eager", fullgraph=True)
+        model(batch(1, 32)).backward()
+    expected = Stack()
+    expected(batch(1, 32)).backward()
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)

@@ -256,6 +256,21 @@ def test_what_is_loaded_while_they_are_shown_is_used(lag: LagModule, tmp_path: P
     assert all(torch.equal(p.cpu(), torch.eye(512)) for p in wide.model.parameters())
 
 
+def test_what_is_beside_a_parameter_that_was_swapped_has_come_before_it_is_copied(
+    lag: LagModule, tmp_path: Path
+) -> None:
+    model = stack().to(DEVICE)
+    layer = model.layers[2]
+    own, *others = layer.parameters()
+    expected = [one.detach().cpu() for one in others]
+    with offload_parameters(model, tmp_path):
+        lag.set_delays(10, 3000, seed=1)
+        other = torch.nn.Parameter(torch.ones(own.shape, device=DEVICE))
+        torch.utils.swap_tensors(own, other)  # which shows no values of the unit
+        found = [one.detach().cpu() for one in others]
+    assert all(map(torch.equal, found, expected))
+
+
 def test_a_stream_beside_the_one_that_had_it_brought_waits_for_it_too(
     lag: LagModule, tmp_path: Path
 ) -> None:

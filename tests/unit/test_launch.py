@@ -249,6 +249,16 @@ def test_however_the_script_ends_offload_is_closed(
     assert ended == calls
 
 
+def test_a_script_that_shows_its_flags_says_nothing_of_offload(
+    megatron_lm: FakeMegatronLm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = write(tmp_path / "train.py", "import argparse; argparse.ArgumentParser().parse_args()")
+    with pytest.raises(SystemExit) as left:
+        launch.main([script, "--help"])
+    assert not left.value.code
+    assert "activation offload" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("ending", "error"),
     [

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from megatron.offload.errors import PREFIX
+
 
 def do_nothing(*_: Any, **__: Any) -> None:
     """What a hook becomes in a copy of its module."""
@@ -46,6 +48,20 @@ class LeftOutOfGraphs(Hook):
         return None if torch.compiler.is_compiling() else self._function(*args, **kwargs)
 
 
+def outside_of_graphs(what: str, to_do: str, *, recursive: bool = True) -> Callable[[Any], Any]:
+    """Decorates a function that `torch.compile` does not look into: its graph ends before the call.
+
+    Where no graph may end (`fullgraph=True`), torch raises an error, and the sentence stands in it.
+
+    Args:
+        what: is done in there.
+        to_do: by a user who wants one graph.
+        recursive: else what the function calls is compiled as elsewhere.
+    """
+    sentence = f"{PREFIX}{what}, so a graph ends here, which fullgraph=True forbids; {to_do}"
+    return torch.compiler.disable(recursive=recursive, reason=sentence)
+
+
 class OutsideOfGraphs(Hook):
     """Calls a function that `torch.compile` does not look into: its graph ends before the call.
 
@@ -53,7 +69,10 @@ class OutsideOfGraphs(Hook):
     in their places yet.
     """
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_of_graphs(
+        "bytes come and go between the layers of this model",
+        "leave it out, or compile the layers one by one: layer.compile(fullgraph=True)",
+    )
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
 

@@ -36,6 +36,7 @@ import torch
 
 from megatron.offload.activations.saved.autograd_graph import nodes_behind
 from megatron.offload.errors import ConfigurationError
+from megatron.offload.integration.hook import outside_of_graphs
 from megatron.offload.integration.own_attributes import put
 from megatron.offload.integration.replaced_forwards import ReplacedForwards
 from megatron.offload.integration.torch.attribute_snapshot import AttributeSnapshot
@@ -112,7 +113,7 @@ class _Mlp:
         # With which modules it was checked, in training or not.
         self._checked: dict[bool, tuple[torch.nn.Module, ...]] = {}
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_of_graphs("an MLP runs over tiles", "leave it out, or leave out tiled_mlp")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own, over tiles where there is more than one."""
         # A checkpoint may run the first pass without gradients, and has to get the same of both.

@@ -98,7 +98,10 @@ class _OfUnit(torch.nn.Parameter):
         """What pickle saves of the parameter."""
         self._come()
         with torch._C.DisableTorchFunctionSubclass():
-            same = torch.nn.Parameter(self.detach(), self.requires_grad)
+            value = self.detach()
+            if value.untyped_storage().nbytes() > value.nbytes:  # pickle saves whole storages
+                value = value.clone(memory_format=torch.preserve_format)
+            same = torch.nn.Parameter(value, self.requires_grad)
         vars(same).update({name: one for name, one in vars(self).items() if name not in _OURS})
         return same.__reduce_ex__(protocol)
 

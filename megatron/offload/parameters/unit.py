@@ -39,6 +39,7 @@ from megatron.offload.moving.layout import Layout
 from megatron.offload.moving.memory import open_staying_memory
 from megatron.offload.moving.only_copy import OnlyCopy
 from megatron.offload.moving.storage import Ended, MovingStorage, Where
+from megatron.offload.parameters.handed_out import HandedOut
 from megatron.offload.parameters.offloaded_parameter import Away
 from megatron.offload.parameters.parameter_places import ParameterPlaces, Part
 
@@ -103,13 +104,18 @@ class ParameterUnit(MovingStorage):
         """Raises OffloadError if a layer or an optimizer may not use the parameters any more."""
 
     def put_away(self, copies: OnlyCopy) -> bool:
-        """Frees the memory once a tier has the bytes; False: no tier has room for them."""
+        """Frees the memory once a tier has the bytes; False: no tier has room for them.
+
+        It stays while other code holds it: Note [Views that others hold] (`handed_out.py`).
+        """
         self.give_up_read()
         if self.where is not Where.IN_MEMORY:
             return True
         self._take_notice()
         self._count_hooks()
         self._places.detach()
+        if self._handed_out.is_held:
+            return True
         if self.block is not None:
             self.let_go()  # Note [Leaving a device]
             return True
@@ -168,6 +174,7 @@ class ParameterUnit(MovingStorage):
             self._take_notice()
             self._count_hooks()
             self._places.detach()
+            self._handed_out.look()
 
     # -- Between steps --------------------------------------------------------------------------
 
@@ -194,8 +201,14 @@ class ParameterUnit(MovingStorage):
             if self._device.is_host or is_on_tier
             else self._layout.views(storage)
         )
-        self._places.show([views[index, _KEY] for index in range(len(self.params))])
+        shown = [views[index, _KEY] for index in range(len(self.params))]
+        self._handed_out.add(shown, self.told_of, is_on_tier=is_on_tier)
+        self._places.show(shown)
         return is_on_tier
+
+    def warns_of_views(self) -> bool:
+        """Says so, and returns whether it did, if other code has held a view over a step."""
+        return self._handed_out.warns(self.name, self.told_of)
 
     def lose(self, why: str) -> None:
         """Its values are lost and are about to be overwritten: in memory, and NaN."""
@@ -249,6 +262,7 @@ class ParameterUnit(MovingStorage):
             if self._places.shown:
                 self.renew()  # other parameters may have been changed on the tier
             self.read()  # for the other parameters, and for holders of old views
+            self.use_here()
             parts = self._places.held_by_parts()
             # The old memory is not refilled but dropped: the allocator keeps it until kernels end.
             self._device.wait_for_event(self._device.record_event())
@@ -265,6 +279,7 @@ class ParameterUnit(MovingStorage):
                 view.copy_(value)
         else:
             self.read()
+            self.use_here()
         self.note_change()
         self._places.attach()
 
@@ -280,6 +295,7 @@ class ParameterUnit(MovingStorage):
         elif self.where is Where.IN_MEMORY:
             self.note_change()
             self._places.detach()
+            self._handed_out.look()
 
     def give_back(self) -> None:
         """Gives the parameters memory of their own, on the devices that they came from."""
@@ -330,3 +346,4 @@ class ParameterUnit(MovingStorage):
         self._places.use([views[index, _KEY] for index in range(len(values))])
         self._layout = layout
         self.hold(memory, layout.num_bytes, events)
+        self._handed_out = HandedOut(memory.storage)

@@ -93,6 +93,7 @@ class ParameterWindow:
         self._direction = 1
         self._shown: set[int] = set()  # units
         self._loading = -1  # the unit whose parameters are being overwritten
+        self._has_warned = False  # of views that other code holds
         self._when_dropped = close_when_dropped(self, self.tiers)
 
     def add(
@@ -201,6 +202,7 @@ class ParameterWindow:
         if not unit.put_away(self.copies):
             bound = "beside the units that may live (--parameter-offload-live-units)"
             self.copies.warn_of_refused(bound)
+        self._has_warned = self._has_warned or unit.warns_of_views()
 
     # -- While the optimizer steps --------------------------------------------------------------
 

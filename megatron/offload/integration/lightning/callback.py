@@ -1,14 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`offload_activations` for Lightning's Trainer: `OffloadCallback`, which the Trainer calls."""
+"""`offload_activations` for Lightning's Trainer: `OffloadCallback`, which the Trainer calls.
+
+Note [Callbacks that a tuner sets aside]
+Lightning's tuners (LearningRateFinder, BatchSizeFinder) train with callbacks of their own, and an
+error in there is told to these: the finder of learning rates does not put the others back. Its
+Trainer then ends, and before that its strategy, however the training ends. So while a training is
+under way, the callback is called before its strategy ends.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
+from megatron.offload.integration.hook import Hook, do_nothing
+from megatron.offload.integration.own_attributes import put
 from megatron.offload.integration.torch.trainer_callback import TrainerOffload
 
 
@@ -29,11 +38,13 @@ class OffloadCallback(TrainerOffload, Callback):
     """
 
     _num_steps = 0  # of the optimizers, so far
+    _leave_strategy: Callable[[], None] = staticmethod(do_nothing)  # that is under way
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins to offload."""
         device = trainer.strategy.root_device
         self.open(pl_module, trainer.optimizers, device, counts_tokens=False)
+        self._end_before(trainer.strategy)
         self._num_steps = trainer.global_step
         rank_zero_info(self.opening())
 
@@ -78,3 +89,25 @@ class OffloadCallback(TrainerOffload, Callback):
     ) -> None:
         """Ends offload."""
         self.close()
+
+    def close(self) -> None:
+        """Ends it; the handle still has its statistics and its summary."""
+        self._leave_strategy()
+        self._leave_strategy = do_nothing
+        super().close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As of `TrainerOffload`."""
+        return super().__getstate__() | {"_leave_strategy": do_nothing}
+
+    def _end_before(self, strategy: Any) -> None:
+        """See Note [Callbacks that a tuner sets aside]."""
+        teardown = strategy.teardown
+
+        def end() -> None:
+            try:
+                self.close()
+            finally:
+                teardown()
+
+        self._leave_strategy = put(strategy, "teardown", Hook(end, teardown))

@@ -22,6 +22,7 @@ from megatron.offload.errors import FEATURES_PREFIX, ConfigurationError
 from megatron.offload.frozen.digests import digest_of, json_bytes, switches
 from megatron.offload.frozen.store import FeatureStore
 from megatron.offload.frozen.structure import UnknownValueError
+from megatron.offload.integration.hook import outside_of_graphs
 from megatron.offload.integration.torch.frozen_pass import FrozenPass
 from megatron.offload.integration.torch.frozen_state import FrozenState
 from megatron.offload.layer_major.other_numbers import OtherNumbers
@@ -41,7 +42,7 @@ class _Call:
         self.own: Callable[..., Any] = module.forward
         self._part, self._index = part, index
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_of_graphs("what a frozen part gives is looked up", "leave it out, or cache_frozen")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own."""
         return self._part.call(self._index, args, kwargs)

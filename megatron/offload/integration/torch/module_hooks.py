@@ -37,7 +37,13 @@ import torch
 
 from megatron.offload.activations.capture.not_traced import not_traced
 from megatron.offload.errors import PREFIX, OffloadError
-from megatron.offload.integration.hook import Hook, LeftOutOfGraphs, OutsideOfGraphs, do_nothing
+from megatron.offload.integration.hook import (
+    Hook,
+    LeftOutOfGraphs,
+    OutsideOfGraphs,
+    do_nothing,
+    outside_of_graphs,
+)
 from megatron.offload.integration.own_attributes import put
 
 _TAKES_NO_HOOKS = "don't yet support saved tensor hooks"  # says torch
@@ -191,7 +197,11 @@ class _Call:
             return (self._inner or self.module._call_impl)(*args, **kwargs)
         return self._call(*args, **kwargs)
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    @outside_of_graphs(
+        "a pass of this model begins and ends in its hooks",
+        "give offload_activations what torch.compile returns, or call model.compile()",
+        recursive=False,
+    )
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         module = self._called()
         try:

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
@@ -62,8 +63,9 @@ _HOLDING_STEPS = 2  # so many in a row, and the next one will hold new tensors t
 
 @atexit.register
 def _close_all() -> None:
+    has_failed = getattr(sys, "last_value", None) is not None
     for handle in OPEN.activations:
-        handle.close()
+        handle.end(has_failed=has_failed)
 
 
 class ActivationOffload(Handle):
@@ -266,6 +268,14 @@ class ActivationOffload(Handle):
 
     def close(self) -> None:
         """Takes the hooks off, waits for transfers and gives memory and disk space back."""
+        self.end(has_failed=sys.exc_info()[1] is not None)
+
+    def end(self, *, has_failed: bool) -> None:
+        """The same as `close`.
+
+        Args:
+            has_failed: an error ends the training: what it has not come to is no surprise.
+        """
         self._close_log()
         while self._replaced:
             self._replaced.pop().close()
@@ -275,19 +285,18 @@ class ActivationOffload(Handle):
         self._closing.close()
         self._hooks.remove()
         try:
-            self._passes.close()
+            self._passes.close(has_failed=has_failed)
         finally:
-            self._close_steps()
+            self._close_steps(has_failed)
 
-    def _close_steps(self) -> None:
+    def _close_steps(self, has_failed: bool) -> None:
         if self._steps is None:
-            if self._passes.ran_in_backward:  # it has been said
-                return
-            logger.warning(
-                "activation offload: no forward pass with gradients was seen of %s; give the "
-                "module whose forward the training calls",
-                " and ".join(type(model).__name__ for model in self._models),
-            )
+            if not has_failed and not self._passes.saw_forward:
+                logger.warning(
+                    "activation offload: no forward pass with gradients was seen of %s; give the "
+                    "module whose forward the training calls",
+                    " and ".join(type(model).__name__ for model in self._models),
+                )
             return
         self._summary = self._steps.summary()
         self._statistics = self._steps.statistics
@@ -391,6 +400,8 @@ class ActivationOffload(Handle):
         gathered = (one for module in self._watched for one in unsharded_tensors(module))
         with steps.step(itertools.chain(stationary_tensors(modules), gathered)):
             yield
+        if not self._passes.is_whole:
+            return
         self._num_steps += 1
         if self._num_steps == 1:
             self._warn()

@@ -14,6 +14,7 @@ Note [A step without a loop]
   the micro-batches of a pipeline, which runs several forward passes ahead of the first backward,
   are one step together.
 - The planner decides when the next step begins: autograd's callback is no place for it.
+- A step whose passes were all cut short by an error shows nothing of the training.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ class _ForwardPass:
         self.contexts = contextlib.ExitStack()  # around the forward pass
         self.save_order = SaveOrder()
         self.has_had_backward = False
+        self.was_cut_short = False  # it raised, or its backward did
         self.listener: weakref.ref[_OutputHook] | None = None  # lives as long as the graph
         self.first_saved: FirstSaved | None = None  # its hooks, if its device was not known
 
@@ -145,6 +147,8 @@ class Passes:
         self._graph_task = -1  # autograd's number of that backward
         self._warned: set[str] = set()  # sentences
         self._stands_aside = False  # the caller of `whole_step` runs the passes of the step
+        self._has_looked = False  # for the device of a pass: there was one
+        self.is_whole = False  # the step that has just ended: not all its passes were cut short
 
     # -- Forward --------------------------------------------------------------------------------
 
@@ -202,7 +206,7 @@ class Passes:
         try:
             forward.enter_hooks(self._steps.engine.saved_tensors_hooks())
         except BaseException:
-            forward.has_had_backward = True
+            forward.has_had_backward = forward.was_cut_short = True
             self._close(forward)
             raise
 
@@ -221,6 +225,7 @@ class Passes:
             forward.contexts.push(hooks)  # they come off first
             return steps.engine
 
+        self._has_looked = True
         self._forward = forward
         _of_thread.forward = weakref.ref(forward)
         forward.first_saved = FirstSaved(open_on, self._min_bytes)
@@ -243,7 +248,7 @@ class Passes:
             self._forward = forward
             _of_thread.forward = weakref.ref(forward)
         except BaseException:
-            forward.has_had_backward = True
+            forward.has_had_backward = forward.was_cut_short = True
             self._close(forward)
             raise
 
@@ -253,9 +258,9 @@ class Passes:
             logger.warning(f"activation offload: {sentence}", type(module).__name__)
 
     @property
-    def ran_in_backward(self) -> bool:
-        """Whether forward passes were seen in backward passes, and before any other."""
-        return _IN_BACKWARD in self._warned
+    def saw_forward(self) -> bool:
+        """Whether there was a forward pass with gradients, also if it opened no steps."""
+        return self._has_looked or bool(self._warned)
 
     def end_forward(self, module: torch.nn.Module, result: Any) -> None:
         """The call of a hooked module has ended, with its result or None."""
@@ -272,7 +277,8 @@ class Passes:
         if forward.first_saved is not None and result is not None:
             forward.first_saved.end()
         self._close(forward)
-        forward.has_had_backward = result is None  # it raised: a handler may hold its graph
+        # It raised: a handler may hold its graph.
+        forward.has_had_backward = forward.was_cut_short = result is None
         hook = _OutputHook(self, forward)
         for one in computed_in(result):
             one.register_hook(hook)
@@ -299,7 +305,7 @@ class Passes:
             return True  # left alone: what it saves stays in memory
         # Cut short where `_Call` in `module_hooks.py` was not around it and could not tell us.
         if is_beside or not is_running(forward.frame):
-            forward.has_had_backward = True
+            forward.has_had_backward = forward.was_cut_short = True
             self._close(forward)
             return False
         forward.depth += forward.module is module
@@ -343,7 +349,9 @@ class Passes:
     def _close_backward(self) -> None:
         self._graph_task = -1
         while self._backward:
-            self._backward.pop()[1].close()
+            forward, contexts = self._backward.pop()
+            forward.was_cut_short |= not forward.has_had_backward
+            contexts.close()
 
     # -- Steps ----------------------------------------------------------------------------------
 
@@ -363,6 +371,7 @@ class Passes:
         try:
             with self._around_step(steps):
                 yield steps
+                self.is_whole = True
         finally:
             self._stands_aside = False
             self._is_undecided = True
@@ -389,8 +398,9 @@ class Passes:
         """Whether no pass of the step under way still waits for its backward."""
         return all(one.is_over for one in self._passes[-_MOST_OVERTAKEN:])
 
-    def _end_step(self) -> None:
+    def _end_step(self, *, has_failed: bool = False) -> None:
         step, self._step = self._step, None
+        self.is_whole = not (has_failed or all(one.was_cut_short for one in self._passes))
         self._passes.clear()
         if step is not None:
             self._is_undecided = True
@@ -401,12 +411,12 @@ class Passes:
         if self._steps is not None and self._step is None:
             self._steps.pause()
 
-    def close(self) -> None:
-        """Ends what is under way."""
+    def close(self, *, has_failed: bool) -> None:
+        """Ends what is under way, which an error cuts short or not."""
         if self._forward is not None:
             self._close(self._forward)
         self._close_backward()
-        self._end_step()
+        self._end_step(has_failed=has_failed)
         self._steps = None
 
 

@@ -166,6 +166,17 @@ class TrainerOffload:
                 )
                 other.close()
         OPEN.trainers.add(self)
+        try:
+            self._open(model, optimizers)
+        except BaseException:  # not all trainers tell their callbacks of an error
+            self.close()
+            raise
+        assert self.offload is not None
+        self._device = device
+        self.log = self.offload.told_steps(counts_tokens=counts_tokens)
+        self.figures = TrainerFigures(device)
+
+    def _open(self, model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         if self._of_parameters is not None:  # before the states, which follow its units
             self.others.append(offload_parameters(model, **self._of_parameters))
         if self._of_frozen is not None:
@@ -174,9 +185,6 @@ class TrainerOffload:
         if self._of_states is not None:
             for optimizer in optimizers:
                 self.others.append(offload_optimizer(optimizer, **self._of_states))
-        self._device = device
-        self.log = self.offload.told_steps(counts_tokens=counts_tokens)
-        self.figures = TrainerFigures(device)
 
     def close(self) -> None:
         """Ends it; the handle still has its statistics and its summary."""
