@@ -399,6 +399,26 @@ def test_routed_experts_are_refused(tmp_path: Path) -> None:
         cache_frozen(model, tmp_path)
 
 
+class SparseMoeBlock(torch.nn.Module):
+    """Experts that are modules of a list, as in transformers 4; each is called with its tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = torch.nn.Linear(4, 2)
+        self.experts = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()) for _ in range(2)
+        )
+
+
+@pytest.mark.parametrize("trained", ["gate", "none"])
+def test_a_list_of_experts_is_no_part(trained: str, tmp_path: Path) -> None:
+    block = SparseMoeBlock().requires_grad_(False)
+    block.gate.requires_grad_(trained == "gate")
+    model = torch.nn.Sequential(block, torch.nn.Linear(4, 2))
+    with pytest.raises(ConfigurationError, match="routes tokens of all rows"):
+        cache_frozen(model, tmp_path)
+
+
 def test_a_model_without_a_frozen_part_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="LlamaForCausalLM has no frozen part"):
         cache_frozen(llama(frozen=0), tmp_path)

@@ -6,6 +6,7 @@ Each of them has found something. Defaults are the classes' own but for sizes.
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ from check.family.pool import Work, run_here
 
 # One has no attention, the others none by torch's scaled_dot_product_attention.
 IN_PLACE_OF_SDPA = {"resnet": "eager", "gemma2": "eager", "bloom": "eager"}
+if version("transformers").startswith("4."):
+    IN_PLACE_OF_SDPA["t5"] = "eager"
 PLANNED = "llama"  # a plan takes seconds, so `auto` is tried with one
 WITHOUT_AUTO = tuple(column for column in COLUMNS if column != "auto")
 

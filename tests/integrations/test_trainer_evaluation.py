@@ -113,6 +113,31 @@ def test_caches_that_a_model_makes_by_default_are_right(caplog: pytest.LogCaptur
             assert torch.equal(layer.values, expected.values)
 
 
+class Layer(torch.nn.Module):
+    """Is called with a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, **cache: Any) -> torch.Tensor:
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_cache_is_known_by_each_of_its_names(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """transformers 5.24 renamed the argument."""
+
+    def call(model: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in model:
+            x = layer(x, **{name: []})
+        return x
+
+    model = torch.nn.Sequential(Layer(), Layer()).eval()
+    LayerMajor(model).evaluate([torch.randn(2, 4) for _ in range(2)], call)
+    assert caplog.text.count("use_cache=False") == 1
+
+
 @pytest.mark.parametrize("samples", [False, True])
 def test_generate_gives_the_same_tokens(samples: bool, tmp_path: Path) -> None:
     model = llama().eval()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import fnmatch
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -161,7 +162,7 @@ MODELS: list[tuple[Model, Callable[[torch.dtype], list[Batch]], str]] = [
     (mixtral, text, "model.layers.0"),
     (t5, text, "encoder.block.0"),
     (bert, text, "bert.encoder.layer.0"),
-    (vit, pictures, "vit.layers.0"),
+    (vit, pictures, "vit.*layer*.0"),  # version 4 has them in an encoder
     (whisper, speech, "model.encoder.layers.0"),
 ]
 
@@ -186,7 +187,7 @@ def test_a_model_trains_the_same(
     assert found == expected
     assert all(one["offloaded_storages"] > 5 for one in found.statistics)
     assert found.left_bytes == 0
-    assert names[0] == first_layer
+    assert fnmatch.fnmatchcase(names[0], first_layer)
 
 
 def _noting_layers(names: list[str]) -> Any:
@@ -231,19 +232,25 @@ def in_units(model: torch.nn.Module, units: int | None, directory: Path) -> list
     return results
 
 
-def checkpointed_gpt2() -> torch.nn.Module:
-    model: Any = gpt2()
-    model.gradient_checkpointing_enable()
-    return model  # type: ignore[no-any-return]
+def checkpointed(make: Model) -> Model:
+    """With checkpoints that layer-major steps take: those of version 4 are reentrant by default."""
+
+    def made() -> torch.nn.Module:
+        model: Any = make()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model  # type: ignore[no-any-return]
+
+    made.__name__ = f"checkpointed_{make.__name__}"
+    return made
 
 
 @pytest.mark.parametrize(
     ("make", "near"),
     [
         (gpt2, {"transformer.wte.weight"}),  # tied to the output
-        (checkpointed_gpt2, {"transformer.wte.weight"}),
+        (checkpointed(gpt2), {"transformer.wte.weight"}),
         (llama, set()),
-        (checkpointed_llama, set()),
+        (checkpointed(llama), set()),
         (t5, {"shared.weight", "encoder.", "decoder.block.0.layer.0.SelfAttention.relative"}),
     ],
 )

@@ -18,6 +18,10 @@ from megatron.offload.commands.estimate.step import Pass
 from megatron.offload.integration import tiled_mlps
 
 _GPUS = Path(__file__).resolve().parents[2] / "docs/results/gpu"
+as_version_5 = pytest.mark.skipif(
+    estimate_against_gpu.transformers.__version__.startswith("4."),
+    reason="the GPUs ran version 5; without a cache 4 makes a mask of all pairs of tokens",
+)
 
 
 @pytest.mark.slow
@@ -48,6 +52,7 @@ def test_a_model_that_is_not_known_is_refused(
     assert "unknown: nope" in capsys.readouterr().err
 
 
+@as_version_5
 @pytest.mark.slow(but="h200-5")
 @pytest.mark.parametrize(("gpu", "least"), [("h100", 25), ("h200", 5)])
 def test_estimates_are_within_a_tenth_of_what_gpus_took(gpu: str, least: int) -> None:
@@ -58,6 +63,7 @@ def test_estimates_are_within_a_tenth_of_what_gpus_took(gpu: str, least: int) ->
     assert not [one for one in found if abs(one.error) > 0.1]
 
 
+@as_version_5
 def test_so_are_those_of_tiles_as_they_were_when_gpus_ran_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

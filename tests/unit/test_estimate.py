@@ -41,6 +41,7 @@ from megatron.offload.commands.estimate.step import (  # noqa: E402
     step_bytes,
 )
 
+IS_VERSION_4 = transformers.__version__.startswith("4.")
 BATCH, SEQUENCE, HIDDEN, WORDS, HEADS = 2, 64, 64, 96, 4
 SMALL = 256  # bytes, below which nothing moves or is replayed in these tests
 
@@ -59,6 +60,8 @@ def config_of(name: str, num_layers: int = 2) -> Any:
             **tokens,
         )
     if name == "mixtral":
+        if IS_VERSION_4:
+            pytest.skip("its experts look for the tokens that they get, which needs values")
         return transformers.MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=4)
     return transformers.LlamaConfig(**sizes, **tokens)
 
@@ -143,8 +146,9 @@ def test_autograd_saves_what_is_said_to_the_byte(name: str) -> None:
     found = step_bytes(architecture_of(name), BATCH, SEQUENCE, on_cpu=True)
     model = real_model(name)
     assert found.kept == saved_bytes(model, tokens()) > 100_000
-    model.config.use_cache = False  # as the Trainer sets it; the model's own default was above
-    assert found.kept == saved_bytes(model, tokens())
+    if not IS_VERSION_4:  # which then makes a mask
+        model.config.use_cache = False  # as the Trainer sets it; the model's own default was above
+        assert found.kept == saved_bytes(model, tokens())
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -160,6 +164,23 @@ def test_what_replay_computes_again_is_said_to_the_byte(name: str) -> None:
     assert found.replayed == ran > 0
     moved = step_bytes(architecture, BATCH, SEQUENCE, Pass("move"), min_bytes=SMALL, on_cpu=True)
     assert moved.replayed == ran and 0 < moved.moved < found.kept + 1
+
+
+def test_a_model_may_ask_for_autocast_and_for_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of transformers 4 do; the meta device has neither."""
+    expected = step_bytes(architecture_of("llama"), BATCH, SEQUENCE)
+    kind = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding
+    plain, autocast = kind.forward, torch.autocast
+
+    def asks(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        assert 0 not in position_ids
+        with torch.autocast(device_type=x.device.type, enabled=False):
+            return plain(self, x, position_ids)
+
+    monkeypatch.setattr(kind, "forward", asks)
+    found = step_bytes(architecture_of("llama"), BATCH, SEQUENCE)
+    assert found.kept == expected.kept and found.peaks == expected.peaks
+    assert torch.autocast is autocast
 
 
 def test_a_gpu_saves_masks_where_a_cpu_saves_noise() -> None:
@@ -213,7 +234,7 @@ def test_the_peak_is_that_of_a_real_step(how: str) -> None:
     checkpoints, accumulates = how == "checkpoints", how == "accumulates"
     model, inputs = real_model("llama"), tokens()
     if checkpoints:
-        model.gradient_checkpointing_enable()
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # as version 5 does by itself
     model(**inputs).loss.backward()
     if not accumulates:
         model.zero_grad()
@@ -242,6 +263,7 @@ def test_the_peak_is_that_of_a_real_step(how: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(IS_VERSION_4, reason="checkpointed, it makes a mask of all pairs of tokens")
 def test_what_is_left_of_a_long_sequence_is_a_tile_and_some_hidden_states(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import PretrainedConfig
 
 WORDS = 128  # of every vocabulary
 POSITIONS = 128  # of every table of positions
@@ -122,7 +122,7 @@ def _ways() -> Iterator[Way]:
     yield Way("widths as they are", lambda name, value: value, lambda name, value: value)
 
 
-def small_configurations(kind: type[PreTrainedConfig]) -> Iterator[tuple[str, PreTrainedConfig]]:
+def small_configurations(kind: type[PretrainedConfig]) -> Iterator[tuple[str, PretrainedConfig]]:
     """Configurations of a class with small sizes, each with how it was made; the best way first.
 
     Raises:
@@ -143,11 +143,11 @@ def small_configurations(kind: type[PreTrainedConfig]) -> Iterator[tuple[str, Pr
         raise first_error
 
 
-def _made(default: PreTrainedConfig, way: Way) -> PreTrainedConfig:
+def _made(default: PretrainedConfig, way: Way) -> PretrainedConfig:
     return type(default)(**_arguments(default, way))
 
 
-def _arguments(default: PreTrainedConfig, way: Way) -> dict[str, Any]:
+def _arguments(default: PretrainedConfig, way: Way) -> dict[str, Any]:
     """Of the constructor: only what is smaller than its default."""
     changed: dict[str, Any] = {}
     layers = _num_layers(default)
@@ -156,7 +156,7 @@ def _arguments(default: PreTrainedConfig, way: Way) -> dict[str, Any]:
             value = getattr(default, name, None)
         except AttributeError:  # of those that differ from layer to layer
             continue
-        if isinstance(value, PreTrainedConfig):
+        if isinstance(value, PretrainedConfig):
             changed[name] = _made(value, way)
             continue
         if parameter.default is None or name in ("self", "kwargs"):
@@ -167,7 +167,7 @@ def _arguments(default: PreTrainedConfig, way: Way) -> dict[str, Any]:
     return changed
 
 
-def _num_layers(default: PreTrainedConfig) -> int:
+def _num_layers(default: PretrainedConfig) -> int:
     """As many as have a layer of every kind in them, and at least `LAYERS`."""
     kinds = next(filter(None, (getattr(default, name, None) for name in _KINDS_OF_LAYERS)), None)
     if not isinstance(kinds, list | tuple):
@@ -179,7 +179,7 @@ def _num_layers(default: PreTrainedConfig) -> int:
     return LAYERS
 
 
-def _smaller(name: str, value: Any, way: Way, layers: int, config: PreTrainedConfig) -> Any:
+def _smaller(name: str, value: Any, way: Way, layers: int, config: PretrainedConfig) -> Any:
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, int):
@@ -196,7 +196,7 @@ def _smaller(name: str, value: Any, way: Way, layers: int, config: PreTrainedCon
     return value
 
 
-def _smaller_number(name: str, value: int, way: Way, layers: int, config: PreTrainedConfig) -> int:
+def _smaller_number(name: str, value: int, way: Way, layers: int, config: PretrainedConfig) -> int:
     if "vocab" in name:
         return min(value, WORDS)
     if _TOKEN.search(name):
@@ -230,7 +230,7 @@ def _smaller_number(name: str, value: int, way: Way, layers: int, config: PreTra
     return value
 
 
-def _side(config: PreTrainedConfig) -> int:
+def _side(config: PretrainedConfig) -> int:
     """Of a picture: four patches, or as many as a few stages divide in halves."""
     patch = getattr(config, "patch_size", None)
     if isinstance(patch, list | tuple):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PretrainedConfig
 
 Batch = dict[str, Any]
 ROWS = 2  # of a batch
@@ -78,7 +78,7 @@ class _Inputs:
     def __init__(self, model: torch.nn.Module) -> None:
         self._names = inspect.signature(model.forward).parameters
         self._model: Any = model
-        self._config: PreTrainedConfig = self._model.config
+        self._config: PretrainedConfig = self._model.config
 
     def has(self, name: str) -> bool:
         return name in self._names
@@ -234,11 +234,11 @@ def _every(config: Any) -> Iterator[Any]:
     """A configuration and those within it."""
     yield config
     for value in list(vars(config).values()):
-        if isinstance(value, PreTrainedConfig):
+        if isinstance(value, PretrainedConfig):
             yield from _every(value)
 
 
-def _size(config: PreTrainedConfig, *names: str, default: int) -> int:
+def _size(config: PretrainedConfig, *names: str, default: int) -> int:
     """A size that a configuration, or one within it, has under one of these names."""
     for one in _every(config):
         for name in names:
@@ -253,11 +253,11 @@ def _size(config: PreTrainedConfig, *names: str, default: int) -> int:
     return default
 
 
-def _side(config: PreTrainedConfig) -> int:
+def _side(config: PretrainedConfig) -> int:
     return _size(config, "image_size", "img_size", "input_size", default=64)
 
 
-def _token(config: PreTrainedConfig) -> int | None:
+def _token(config: PretrainedConfig) -> int | None:
     """What stands for a picture, or a sound, in a text."""
     for name in ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index"):
         value = getattr(config, name, None)

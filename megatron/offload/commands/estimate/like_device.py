@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch would choose on a device that is not there: `LikeDevice`.
+"""What torch would choose on a device that is not there: `LikeDevice`, `no_autocast_on_meta`.
 
 On the meta device attention and dropout take another way than on a GPU or on a CPU, and the ways
 save other tensors. While the mode is entered they take the way of the device that is meant.
@@ -7,6 +7,8 @@ save other tensors. While the mode is entered they take the way of the device th
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ class LikeDevice(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Replaces three functions; all others run as they are."""
+        """Replaces four functions; all others run as they are."""
         kwargs = kwargs or {}
         if func is _attention:
             return self._attend(*args, **kwargs)
@@ -37,6 +39,8 @@ class LikeDevice(TorchFunctionMode):
             return _fused_dropout(*args, **kwargs)
         if func is torch.Tensor.__bool__ and args[0].is_meta:
             return True  # masks have all tokens, positions are those of one sequence
+        if func is torch.Tensor.__contains__ and args[0].is_meta:
+            return False  # no token is padding
         return func(*args, **kwargs)
 
     def _attend(
@@ -63,6 +67,28 @@ class LikeDevice(TorchFunctionMode):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
         )[0]
+
+
+@contextlib.contextmanager
+def no_autocast_on_meta() -> Iterator[None]:
+    """Has `torch.autocast` do nothing where it is asked for the meta device, which it refuses.
+
+    Models of transformers 4 switch it off around their rotary embeddings, by the device of their
+    input; version 5 does not ask. A step of the estimate has no autocast that could be on. Modes do
+    not see the call.
+    """
+    plain: Any = torch.autocast
+
+    def autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        if device_type == "meta":
+            return contextlib.nullcontext()
+        return plain(device_type, *args, **kwargs)
+
+    torch.autocast = autocast  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        torch.autocast = plain  # type: ignore[misc]
 
 
 def _fused_dropout(

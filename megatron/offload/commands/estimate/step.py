@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from megatron.offload.activations.saved.norms import Norms
-from megatron.offload.commands.estimate.like_device import LikeDevice
+from megatron.offload.commands.estimate.like_device import LikeDevice, no_autocast_on_meta
 from megatron.offload.commands.estimate.live_bytes import Kind, LiveBytes
 from megatron.offload.commands.estimate.model import Architecture
 from megatron.offload.commands.estimate.saved import KEEP, SavedBytes
@@ -191,7 +191,7 @@ def _run(
     if how.checkpoints:
         _checkpoint(model, device)
     tiles = _tiled_mlps(model) if how.tiles_mlps else contextlib.nullcontext()
-    with live, device, phases, tiles:
+    with no_autocast_on_meta(), live, device, phases, tiles:
         live.phase = _BEFORE
         with saved:
             loss = _loss(model, inputs, how, on_cpu)

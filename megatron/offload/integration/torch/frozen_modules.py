@@ -76,8 +76,12 @@ def _parts(name: str, module: torch.nn.Module, routing: list[str]) -> Iterator[P
             return
         routing.append(name)
     if not isinstance(module, _LISTS):
+        has_experts = _ROUTES.search(type(module).__name__) is not None
         for inner, child in module.named_children():
-            yield from _parts(f"{name}.{inner}".lstrip("."), child, routing)
+            if not (has_experts and isinstance(child, _LISTS)):
+                yield from _parts(f"{name}.{inner}".lstrip("."), child, routing)
+            elif any(map(_is_frozen, child.children())):  # each gets its tokens, of all rows
+                routing.append(f"{name}.{inner}".lstrip("."))
         return
     first: Part = []
     for inner, child in module.named_children():

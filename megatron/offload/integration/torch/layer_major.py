@@ -34,6 +34,7 @@ from megatron.offload.layer_major.units import params_by_unit, units_of
 
 logger = logging.getLogger(__name__)
 
+_CACHES = ("cache", "past_key_values")  # arguments of layers in transformers 5.24, and before
 _MODES = ("training", "_disable_adapters", "_active_adapter", "merged_adapters")
 
 B = TypeVar("B")
@@ -239,7 +240,7 @@ class LayerMajor:
                 "adapters that are switched), and other batches run meanwhile; change it around "
                 "evaluate"
             )
-        if self._says_caches and kwargs.get("past_key_values") is not None:
+        if self._says_caches and any(kwargs.get(name) is not None for name in _CACHES):
             self._says_caches, self._has_said_caches = False, True
             logger.warning(
                 "%sevaluation: the keys and values of all batches are in memory at a time, not "
