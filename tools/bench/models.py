@@ -357,7 +357,7 @@ def main() -> int:
             else "offload is compared with none: name both; auto goes with --budgets"
         )
     args.directory.mkdir(parents=True, exist_ok=True)
-    work = ROOT / "runs" / f"models-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    work = ROOT / "runs" / f"models-{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"
     comparers = {model: Comparer(args, model, work / model) for model in args.models}
     total = sum(one.num_updates for one in comparers.values())
     result: dict[str, Any] = {"machine": machine_facts(args.directory), "models": {}}

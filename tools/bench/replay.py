@@ -210,7 +210,7 @@ def measured(
         RunError: a training failed.
     """
     args.directory.mkdir(parents=True, exist_ok=True)
-    work = ROOT / "runs" / f"{tool}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    work = ROOT / "runs" / f"{tool}-{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"
     command = shlex.join([f"tools/bench/{tool}.py", *sys.argv[1:]]).replace(f"{ROOT}/", "")
     result: dict[str, Any] = {"machine": machine_facts(args.directory), "command": command}
     result["models"] = {}

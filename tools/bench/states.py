@@ -333,7 +333,7 @@ def main() -> int:
             else "ssd is compared with memory: name both"
         )
     args.directory.mkdir(parents=True, exist_ok=True)
-    work = ROOT / "runs" / f"states-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    work = ROOT / "runs" / f"states-{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"
     comparers = {
         shape: Comparer(args, shape, work / shape) for shape in args.shapes.split(",") if shape
     }
