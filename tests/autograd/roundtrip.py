@@ -307,10 +307,13 @@ class Failure:
         """An in-place change is the same failure whether autograd or the engine finds it."""
         message = str(error)
         if isinstance(error, ChangedInPlaceError) or "modified inplace" in message:
-            return cls("RuntimeError", "changed in place")
+            return CHANGED
         if "modified by an inplace operation" in message:
-            return cls("RuntimeError", "changed in place")
+            return CHANGED
         return cls(type(error).__name__, str(error).split("\n")[0][:300])
+
+
+CHANGED = Failure("RuntimeError", "changed in place")
 
 
 def attempt(function: Callable[[], Any]) -> Any:
