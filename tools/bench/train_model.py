@@ -74,7 +74,7 @@ def _qwen3(args: argparse.Namespace) -> Any:
 
 
 def _olmo(args: argparse.Namespace) -> Any:
-    config = transformers.OlmoConfig(**_sizes(args), pad_token_id=0, use_cache=False)
+    config = transformers.OlmoConfig(**_sizes(args), pad_token_id=0)
     return transformers.OlmoForCausalLM(config)
 
 
