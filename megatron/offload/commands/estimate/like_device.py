@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megatron.offload.integration.own_attributes import replaced
+
 _attention = torch.nn.functional.scaled_dot_product_attention
 
 
@@ -84,11 +86,8 @@ def no_autocast_on_meta() -> Iterator[None]:
             return contextlib.nullcontext()
         return plain(device_type, *args, **kwargs)
 
-    torch.autocast = autocast  # type: ignore[assignment, misc]
-    try:
+    with replaced(torch, autocast=autocast):
         yield
-    finally:
-        torch.autocast = plain  # type: ignore[misc]
 
 
 def _fused_dropout(
