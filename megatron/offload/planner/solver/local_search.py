@@ -46,7 +46,7 @@ class Search:
         self.left_events = most_events
         self.tried: list[tuple[Cost, Ints]] = []
         self._costs: dict[bytes, Cost] = {}
-        self._best: dict[Goal, tuple[int, Value, Ints]] = {}  # of how many that were tried first
+        self._best: dict[Goal, tuple[int, Value, Ints]] = {}  # of how many tried, value, choices
         # Layers with the same options are of one kind.
         kinds: dict[tuple[Option, ...], int] = {}
         options = [tuple(one) for one in self._choices.options]
