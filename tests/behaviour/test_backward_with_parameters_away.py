@@ -110,8 +110,11 @@ def test_a_backward_pass_of_no_result_of_a_layer_is_an_error(
 
     On an accelerator torch itself refuses a view of memory that is gone.
     """
-    said = "did not come from a result of their layer|out of bounds for storage of size 0"
-    with pytest.raises((OffloadError, RuntimeError), match=said):
+    kind: type[Exception] = OffloadError
+    said = "did not come from a result of their layer"
+    if torch.get_default_device().type != "cpu":
+        kind, said = RuntimeError, f"{said}|out of bounds for storage of size 0"
+    with pytest.raises(kind, match=said):
         with_own_losses(tmp_path, alone=True, live_units=live_units)
 
 

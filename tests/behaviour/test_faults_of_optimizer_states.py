@@ -625,7 +625,8 @@ def test_an_io_thread_that_dies_loses_nothing(
     assert same(trained.train(3).result, expected.result)
     died, *again = warnings_of(caplog)
     assert died.startswith("optimizer states: an I/O thread died (SystemExit(")
-    assert 1 <= len(again) <= 2  # it may have carried out two reads side by side
+    most = 1 if torch.get_default_device().type == "cpu" else 2  # reads side by side
+    assert 1 <= len(again) <= most
     for one in again:
         assert "the I/O thread that carried it out died" in one and "trying once more" in one
 

@@ -137,7 +137,8 @@ def test_an_mlp_runs_in_tiles_forward_and_again_in_backward() -> None:
 def test_a_checkpoint_runs_the_same_tiles_twice(use_reentrant: bool) -> None:
     """The first time without gradients, where it is reentrant."""
     model = make("Llama")
-    model.config.use_cache = False  # as checkpoints have it: version 4 makes a mask then
+    if transformers.__version__.startswith("4."):
+        model.config.use_cache = False  # as checkpoints have it: it makes a mask then
     alone = passes(model, 20)
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     seen = counted(model.model.layers[0].mlp.gate_proj)
