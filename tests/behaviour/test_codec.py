@@ -13,7 +13,7 @@ from megatron.offload import ChangedInPlaceError, ConfigurationError, offload_ac
 from megatron.offload.activations.placement.plan import Plan, PlannedPart
 from megatron.offload.activations.placement.plan_file import save_plans
 from megatron.offload.activations.placement.policy import WHOLE_LAYER, Placement
-from megatron.offload.activations.saved.recipe_search import AvailableTensors
+from megatron.offload.activations.saved.available import AvailableTensors
 from tests.support.loops import Net, net, noise
 
 MIN_BYTES = 512

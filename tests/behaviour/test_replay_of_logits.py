@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.offload import offload_activations
 from megatron.offload.activations.saved import recipe
+from megatron.offload.activations.saved.available import AvailableTensors
 from megatron.offload.activations.saved.recipe import Layout, Program, Step
-from megatron.offload.activations.saved.recipe_search import AvailableTensors
 from megatron.offload.activations.saved.replayable_nodes import operation_of, steps_of_a_row
 from megatron.offload.errors import ChangedInPlaceError
 

@@ -150,7 +150,7 @@ class OffloadEngine:
             device=device,
             replays=config.replay != "off",
             codec=CODECS.get(config.codec),
-            eps_of=self._norms.eps_of,
+            norms=self._norms,
         )
         self._layers = LayerCapture(self.hooks, self.cache, self.writer, step)
         self.tensor_swapper: TensorSwapper | None = None

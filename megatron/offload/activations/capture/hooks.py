@@ -13,7 +13,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -23,10 +23,11 @@ from megatron.offload.activations.saved.autograd_graph import (
     is_kept_by_accumulator,
     is_view_of_leaf,
 )
+from megatron.offload.activations.saved.available import Held
 from megatron.offload.activations.saved.cache import TensorCache, is_small_part, span_of
 from megatron.offload.activations.saved.encoded import Codec, encoding_of
+from megatron.offload.activations.saved.norms import Norms
 from megatron.offload.activations.saved.recipe import Recipe
-from megatron.offload.activations.saved.recipe_search import Held
 from megatron.offload.activations.saved.recipes import RecipeFinder
 from megatron.offload.activations.saved.record import SavedStorage, Span
 from megatron.offload.activations.saved.resident import ResidentTensor
@@ -76,7 +77,7 @@ class SavedTensorHooks:
         device: says which memory it gets back; the rest stays.
         replays: what is a cheap function of other saved tensors is computed again of them.
         codec: that keeps and moves the rest in few bits a value; None: exactly.
-        eps_of: see `RecipeFinder`.
+        norms: see `RecipeFinder`.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class SavedTensorHooks:
         device: Device,
         replays: bool = False,
         codec: Codec | None = None,
-        eps_of: Callable[[torch.Tensor], float | None] = lambda _: None,
+        norms: Norms,
     ) -> None:
         self._min_bytes = min_bytes
         self._casts = casts
@@ -108,7 +109,7 @@ class SavedTensorHooks:
         self.recipes: RecipeFinder | None = None
         if replays:
             self.recipes = RecipeFinder(
-                cache.device, self.unpack, eps_of, self._fetch, is_exact=codec is None
+                cache.device, self.unpack, norms, self._fetch, is_exact=codec is None
             )
         self._codec = codec
         self._waits = step.waits

@@ -32,9 +32,9 @@ from typing import NamedTuple
 import torch
 
 from megatron.offload.activations.saved.autograd_graph import node_of
+from megatron.offload.activations.saved.available import Held
 from megatron.offload.activations.saved.quantization import INT4, INT8, TYPES, Quantization
 from megatron.offload.activations.saved.recipe import Layout, Program, Recipe, Step
-from megatron.offload.activations.saved.recipe_search import Held
 from megatron.offload.activations.saved.unreplayed import maker_of
 from megatron.offload.activations.saved.view import SavedView
 

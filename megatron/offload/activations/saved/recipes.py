@@ -42,15 +42,16 @@ from typing import Any
 import torch
 
 from megatron.offload.activations.saved.autograd_graph import node_of, origin_of
-from megatron.offload.activations.saved.noise import may_be_noise, pack_noise, unpack_noise
-from megatron.offload.activations.saved.recipe import Layout, Program, Recipe, Step
-from megatron.offload.activations.saved.recipe_search import (
+from megatron.offload.activations.saved.available import (
     AvailableTensors,
     Held,
-    RecipeSearch,
     copy_of,
     parameter_of,
 )
+from megatron.offload.activations.saved.noise import may_be_noise, pack_noise, unpack_noise
+from megatron.offload.activations.saved.norms import Norms
+from megatron.offload.activations.saved.recipe import Layout, Program, Recipe, Step
+from megatron.offload.activations.saved.recipe_search import RecipeSearch
 from megatron.offload.activations.saved.record import SavedStorage
 from megatron.offload.activations.saved.replayable_nodes import (
     function_of,
@@ -129,7 +130,7 @@ class RecipeFinder:
     Args:
         device: where activations live.
         unpack: the hook that gives autograd its tensors back, to tell ours from others'.
-        eps_of: the eps of the norm that a parameter is the weight of; None: not known.
+        norms: what modules say about their norms.
         fetch: reads a record from its tier, for a comparison.
         is_exact: no codec changes operands.
     """
@@ -138,14 +139,14 @@ class RecipeFinder:
         self,
         device: torch.device,
         unpack: Callable[[Any], torch.Tensor],
-        eps_of: Callable[[torch.Tensor], float | None],
+        norms: Norms,
         fetch: Callable[[SavedStorage], torch.UntypedStorage],
         *,
         is_exact: bool = True,
     ) -> None:
         self._device = device
         self._fetch = fetch
-        self.available = AvailableTensors(device, unpack, eps_of, is_exact=is_exact)
+        self.available = AvailableTensors(device, unpack, norms, is_exact=is_exact)
         self._checked: dict[Any, _CheckedProgram] = {}
         self._fruitless = _Fruitless()
         self._scalars: dict[Any, float] = {}  # that were right last, to be compared first
@@ -182,7 +183,9 @@ class RecipeFinder:
             return self._of_bits(target, storage, save)
         if node is None or (operation_of(node) is None and function_of(node) is None):
             return None
-        if target._version or target.storage_offset() or target.nbytes != storage.nbytes():
+        if target.storage_offset() or target.nbytes != storage.nbytes():
+            return None
+        if target._version and not self.available.is_as_made(target, node):
             return None
         layout = Layout(target.shape, target.stride(), target.dtype)
         kind = self._fruitless.place_of(scope), type(node), layout

@@ -41,6 +41,7 @@ class NodeOperation(NamedTuple):
         constants: names of attributes; `SHAPE`, `DTYPE` and `NUMBER` are those of the result.
         missing: the constant that the node does not show, `EPS` or `SCALAR`; it comes last.
         optional: inputs that may be missing.
+        instead: says of a node which operation it is; None: this one.
     """
 
     operation: Operation
@@ -48,9 +49,12 @@ class NodeOperation(NamedTuple):
     constants: tuple[str, ...] = ()
     missing: str = ""
     optional: tuple[str, ...] = ()
+    instead: Callable[[Any], NodeOperation | None] = lambda _: None
 
 
 SHAPE, DTYPE, NUMBER = "shape", "dtype", "number"
+BIAS = "bias"  # that the node saves, or that of its edge, or a frozen one that a module has
+RUNNING = ("running_mean", "running_var")  # which later passes change behind autograd's back
 EPS, SCALAR = "eps", "scalar"
 
 
@@ -130,9 +134,46 @@ def _group_norm(one: torch.Tensor, *others: Any) -> torch.Tensor:
     Raises:
         OffloadError: channels come last, and a CPU adds them up in as many parts as it has threads.
     """
-    if not one.is_contiguous():
-        raise OffloadError("the bits of a group norm depend on the number of threads")
+    _require_contiguous(one)
     return torch.native_group_norm(one, *others)[0]
+
+
+def _batch_norm(
+    one: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """Batch norm by the statistics of its input; those that run on are left alone.
+
+    An accelerator has a kernel for saved statistics.
+
+    Raises:
+        OffloadError: as `_group_norm`.
+    """
+    if one.device.type != "cpu":
+        return torch.batch_norm_elemt(one, weight, bias, mean, rstd, eps)
+    _require_contiguous(one)
+    return torch.native_batch_norm(one, weight, bias, None, None, True, 0.0, eps)[0]
+
+
+def _batch_norm_evaluated(
+    one: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    mean: torch.Tensor,
+    variance: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """Batch norm by the statistics that have run on, as in evaluations and frozen layers."""
+    return torch.native_batch_norm(one, weight, bias, mean, variance, False, 0.0, eps)[0]
+
+
+def _require_contiguous(one: torch.Tensor) -> None:
+    if not one.is_contiguous():
+        raise OffloadError("the bits of the norm depend on the number of threads")
 
 
 def _gelu(one: torch.Tensor, approximate: str) -> torch.Tensor:
@@ -234,9 +275,34 @@ def steps_of_a_row(steps: tuple[Step, ...], layout: Layout) -> tuple[Step, ...]:
 
 _OF_SELF = ("self",)
 ALL_EDGES = ("*",)  # as many inputs as the node has edges
-LAYER_NORM_ALONE = NodeOperation(  # without weight and bias
+_LAYER_NORM_ALONE = NodeOperation(  # without weight and bias
     _normed, ("input", "weight", "result2", "result1"), optional=("weight",)
 )
+
+
+def lacks(node: Any, name: str) -> bool:
+    """Whether an operation was given no tensor of that name."""
+    try:
+        raw = getattr(node, "_raw_saved_" + name)
+        return raw.unpack_hook is None and raw.data is None
+    except RuntimeError:  # freed
+        return False
+
+
+def _without_weight(node: Any) -> NodeOperation | None:
+    return _LAYER_NORM_ALONE if lacks(node, "weight") and lacks(node, BIAS) else None
+
+
+def _batch_norm_of(eps: str) -> NodeOperation:
+    """Of a node with that name for its eps."""
+    evaluated = NodeOperation(_batch_norm_evaluated, ("input", "weight", BIAS, *RUNNING), (eps,))
+    return NodeOperation(
+        _batch_norm,
+        ("input", "weight", BIAS, "result1", "result2"),
+        (eps,),
+        instead=lambda node: None if node._saved_training else evaluated,
+    )
+
 
 _NODES: dict[str, NodeOperation] = {
     "MulBackward0": NodeOperation(torch.mul, ("self", "other")),
@@ -246,17 +312,20 @@ _NODES: dict[str, NodeOperation] = {
     "RsubBackward1": NodeOperation(subtract_from, (None,), (), SCALAR),
     "NativeLayerNormBackward0": NodeOperation(
         _layer_norm,
-        ("input", "weight", "bias", "result2"),
+        ("input", "weight", BIAS, "result2"),
         ("normalized_shape",),
         EPS,
-        ("weight", "bias"),
+        ("weight", BIAS),
+        _without_weight,
     ),
     "FusedRmsNormBackward0": NodeOperation(
         _normed, ("input", "weight", "result1"), optional=("weight",)
     ),
     "NativeGroupNormBackward0": NodeOperation(
-        _group_norm, ("input", "weight", None), ("N", "C", "HxW", "group", "eps")
+        _group_norm, ("input", "weight", BIAS), ("N", "C", "HxW", "group", "eps")
     ),
+    "NativeBatchNormBackward0": _batch_norm_of("eps"),
+    "CudnnBatchNormBackward0": _batch_norm_of("epsilon"),
     "SiluBackward0": NodeOperation(F.silu, _OF_SELF),
     "GeluBackward0": NodeOperation(_gelu, _OF_SELF, ("approximate",)),
     "MishBackward0": NodeOperation(F.mish, _OF_SELF),

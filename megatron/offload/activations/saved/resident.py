@@ -20,7 +20,7 @@ class ResidentTensor:
 
     Attributes:
         copy: of a parameter that others take back before a recipe is found: Note [Parameters that
-            are taken back] in `recipe_search.py`.
+            are taken back] in `available.py`.
     """
 
     __slots__ = ("_scope", "_tensor", "_version", "copy")
@@ -37,6 +37,11 @@ class ResidentTensor:
     def held(self) -> torch.Tensor:
         """The tensor as it is now, whether it was changed or not."""
         return self._tensor
+
+    @property
+    def version(self) -> int:
+        """Of the tensor that was saved."""
+        return self._version
 
     def tensor(self) -> torch.Tensor:
         """The saved tensor itself. Raises ChangedInPlaceError if it was modified in place since."""

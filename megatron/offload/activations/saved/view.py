@@ -67,6 +67,11 @@ class SavedView:
         one.saved._views.append(weakref.ref(one))
         return one
 
+    @property
+    def version(self) -> int:
+        """Of the tensor that was saved."""
+        return self._version
+
     def take_built(self) -> torch.Tensor | None:
         """The tensor, if it is built and was not modified; no other call gets the same one."""
         built = self.built

@@ -21,11 +21,13 @@ from typing import Any
 
 import torch
 
+from megatron.offload.activations.saved.available import Held
 from megatron.offload.activations.saved.bits import bits_bytes
 from megatron.offload.activations.saved.cache import is_small_part, span_of
 from megatron.offload.activations.saved.noise import may_be_noise
+from megatron.offload.activations.saved.norms import Norms
 from megatron.offload.activations.saved.recipe import Layout, Program, Recipe, Step
-from megatron.offload.activations.saved.recipe_search import Held, RecipeSearch
+from megatron.offload.activations.saved.recipe_search import RecipeSearch
 from megatron.offload.activations.saved.recipes import RecipeFinder
 from megatron.offload.activations.saved.record import SavedStorage, Span, State
 from megatron.offload.activations.saved.resident import ResidentTensor
@@ -53,7 +55,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         live: counts; it is told what is saved.
         treatment: `KEEP`, `REPLAY`, or `MOVE`, which replays as well.
         stationary: parameters and buffers, which stay.
-        eps_of: the eps of the norm that a parameter is the weight of; None: not known.
+        norms: what modules say about their norms.
         min_bytes: smaller storages stay.
         on_cpu: the step is one of a CPU.
     """
@@ -63,7 +65,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         live: LiveBytes,
         treatment: str,
         stationary: Iterable[torch.Tensor],
-        eps_of: Callable[[torch.Tensor], float | None],
+        norms: Norms,
         *,
         min_bytes: int = MIB,
         on_cpu: bool = False,
@@ -77,7 +79,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         self._stationary = {one.untyped_storage()._cdata for one in stationary}
         self._finder: _Finder | None = None
         if treatment != KEEP:
-            self._finder = _Finder(_META, self._unpack, eps_of, _no_read, on_cpu=on_cpu)
+            self._finder = _Finder(_META, self._unpack, norms, _no_read, on_cpu=on_cpu)
         self._records: dict[Any, weakref.ref[SavedStorage]] = {}
         self._counted: dict[int, StorageReference] = {}  # of what stays: once each
         self._leaving: collections.deque[weakref.ref[SavedStorage]] = collections.deque()

@@ -183,9 +183,7 @@ def _run(
     norms = Norms()
     norms.add([model])
     stationary = [*model.parameters(), *model.buffers(), *inputs.values()]
-    saved = SavedBytes(
-        live, how.treatment, stationary, norms.eps_of, min_bytes=min_bytes, on_cpu=on_cpu
-    )
+    saved = SavedBytes(live, how.treatment, stationary, norms, min_bytes=min_bytes, on_cpu=on_cpu)
     device = LikeDevice("cpu" if on_cpu else "gpu")
     phases = _Phases(model, layers, live, saved)
     if how.checkpoints:

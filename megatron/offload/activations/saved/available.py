@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a recipe can be made of: `AvailableTensors`.
+
+The hooks tell it what is saved, and `RecipeSearch` asks it about results of nodes.
+
+Note [Exact bytes for comparisons]
+Where a codec is used, what a recipe reads is encoded by the time it is compared, and a recipe of
+decoded operands gives other bytes than those that were saved. So the exact ones are held until
+their layer has ended. That takes memory, and after a few passes all is compared. So a pass through
+a layer, with a first tensor of some shape, holds them only if the one before has compared a recipe,
+or would have if it had held them.
+
+Note [Results of modules]
+A loss in fp32 saves the log-softmax of logits that an output layer has made in bf16. No operation
+saves those, but the model holds them until its forward pass has ended. So what the parts of a model
+return is known by its node as long as it lives, and is saved instead of something of at least twice
+its bytes that is computed of it. Only products and the like: of what the table has, the operands
+are saved. So is what a saved view is a small part of: diffusion transformers compute shifts, scales
+and gates at once, and gates alone are saved.
+
+Note [Activations in place]
+`relu_` writes its result over its input, and a later operation may write over it in turn, unseen by
+the graph. But a node that saves its own result has it as it made it. So where a tensor has the
+version that its node has saved, the node says what it is.
+
+Note [Parameters that are taken back]
+ZeRO 3 gathers a parameter for the module that has it and frees its memory when the module has run:
+the product of a norm's weight is saved later, as the input of the next module. So where a recipe
+lacks a parameter's bytes, that parameter is copied from then on when its operation saves it. A norm
+has few values; what is large is not copied.
+"""
+
+from __future__ import annotations
+
+import collections
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron.offload.activations.saved.autograd_graph import node_of, origin_of
+from megatron.offload.activations.saved.norms import Norms
+from megatron.offload.activations.saved.replayable_nodes import operation_of
+from megatron.offload.activations.saved.resident import ResidentTensor
+from megatron.offload.activations.saved.scope import Scope
+from megatron.offload.activations.saved.view import SavedView
+from megatron.offload.activations.saved.weight_casts import WeightCast
+
+Held = SavedView | ResidentTensor | WeightCast  # what autograd holds of an operand
+Edge = tuple[Any, int]  # a node and the number of its result, as a node's `next_functions` has them
+
+_MOST_HELD = 32  # storages that a codec has encoded: those that a layer saved last
+_MOST_COPIED = 1 << 20  # bytes of a parameter; of a norm's, a few thousand values
+_RESULT = "_raw_saved_result"  # of a node that saves its only result
+_NOWHERE = Scope()
+
+
+class AvailableTensors:
+    """What can be an operand: what nodes have saved, and what this layer has saved of results.
+
+    Attributes:
+        results: by the node that made it and the number of its result. As long as a node is here,
+            no other has its address.
+        scope: of the layer.
+        is_exact: no codec changes operands.
+
+    Args: as `RecipeFinder`.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        unpack: Callable[[Any], torch.Tensor],
+        norms: Norms,
+        *,
+        is_exact: bool = True,
+    ) -> None:
+        self.device = device
+        self.norms = norms
+        self.is_exact = is_exact
+        # Note [Exact bytes for comparisons]: what is held, of which pass, where that is, and by
+        # place whether the pass before has compared.
+        self._exact: collections.deque[torch.UntypedStorage] = collections.deque(maxlen=_MOST_HELD)
+        self._pass: tuple[int, int, str] | None = None
+        self._place: tuple[Any, ...] = ()
+        self._holds = False
+        self._compared: dict[tuple[Any, ...], bool] = {}
+        self._unpack = unpack
+        self.results: dict[Edge, Held] = {}
+        self._taken_back: set[int] = set()  # parameters, by address
+        # Note [Results of modules]
+        self._returned: dict[Edge, weakref.ref[torch.Tensor]] = {}
+        self.scope = _NOWHERE
+
+    def note(self, tensor: torch.Tensor, held: Held, scope: Scope) -> None:
+        """Autograd has saved a tensor and holds this of it: it can be an operand from now on."""
+        if scope is not self.scope:
+            self.forget()
+            self.scope = scope
+        node = node_of(tensor)
+        if tensor._version == 0 or (node is not None and self.is_as_made(tensor, node)):
+            if node is not None:
+                self.results[origin_of(node, tensor.output_nr)] = held
+            if (base := tensor._base) is not None and base.nbytes <= _MOST_COPIED:
+                self._note_base(base)
+        is_copied = id(tensor) in self._taken_back and tensor.nbytes <= _MOST_COPIED
+        if is_copied and isinstance(held, ResidentTensor):
+            held.copy = tensor.detach().clone()
+
+    def is_as_made(self, tensor: torch.Tensor, node: Any) -> bool:
+        """Whether a tensor that was changed in place has not been since its node made it.
+
+        The node knows, if it saves its result: see Note [Activations in place].
+        """
+        raw = getattr(node, _RESULT, None)
+        if raw is None or tensor._is_view():
+            return False
+        if raw.unpack_hook is None and raw.data is None:  # it is saving it now
+            return True
+        held = self.held_by(node, "result")
+        return not (held is None or isinstance(held, WeightCast)) and (
+            held.version == tensor._version
+        )
+
+    def result_of(self, edge: Edge) -> Held | None:
+        """What is held of a result: of its saves, or of that by its own node."""
+        held = self.results.get(edge)
+        node, number = edge
+        if held is None and not number and hasattr(node, _RESULT):
+            held = self.held_by(node, "result")
+        return held
+
+    def lacks(self, held: Held) -> bool:
+        """Whether an operand is a parameter without memory: Note [Parameters that are taken back].
+
+        It is copied when it is saved again.
+        """
+        parameter = parameter_of(held)
+        if parameter is None or copy_of(held) is not None:
+            return False
+        is_there = 0 < parameter.nbytes <= parameter.untyped_storage().nbytes()
+        if not is_there:
+            self._taken_back.add(id(parameter))
+        return not is_there
+
+    def note_returned(self, tensor: torch.Tensor) -> None:
+        """A part of the model returns a tensor, all of its storage: Note [Results of modules]."""
+        node, number = origin_of(node_of(tensor), tensor.output_nr)
+        source = node
+        while source is not None and (operation := operation_of(source)) is not None:
+            if operation.inputs != (None,):
+                return
+            ((source, _),) = source.next_functions
+        if source is not None and tensor._version == 0:
+            self._returned[node, number] = weakref.ref(tensor)
+
+    def _note_base(self, base: torch.Tensor) -> None:
+        """A part of a small tensor is saved; others may be operands: Note [Results of modules]."""
+        if base.device == self.device and base.nbytes == base.untyped_storage().nbytes():
+            self.note_returned(base)
+
+    def returned(self, edge: Edge) -> torch.Tensor | None:
+        """What a part of the model has returned, by its node, if it is alive and as it was."""
+        reference = self._returned.get(edge)
+        tensor = None if reference is None else reference()
+        return None if tensor is None or tensor._version else tensor
+
+    def forget(self) -> None:
+        """An operation or a layer has ended: its nodes belong to autograd alone again."""
+        self.scope = _NOWHERE
+        self.results.clear()
+
+    def enter(self, scope: Scope, tensor: torch.Tensor) -> None:
+        """A tensor of this scope is saved: Note [Exact bytes for comparisons]."""
+        now = scope.chunk, scope.micro_batch, scope.layer
+        if now != self._pass:
+            self._exact.clear()
+            self._pass, self._place = now, (scope.chunk, scope.layer, tensor.shape, tensor.dtype)
+            self._holds = self._compared.get(self._place, True)
+            self._compared[self._place] = False
+
+    def compares(self) -> None:
+        """A recipe of the layer is compared, or would be if exact bytes were held."""
+        self._compared[self._place] = True
+
+    def hold(self, storage: torch.UntypedStorage) -> None:
+        """Keeps what a codec has encoded until the layer ends, where comparisons may need it."""
+        if self._holds:
+            self._exact.append(storage)
+
+    def leave(self) -> None:
+        """A forward pass has ended."""
+        self.forget()
+        self._returned.clear()
+        self._exact.clear()
+        self._pass = None
+
+    def held_by(self, node: Any, name: str) -> Held | None:
+        """What autograd holds of a tensor that a node saved; None: it is not ours to use."""
+        raw = getattr(node, "_raw_saved_" + name, None)
+        return None if raw is None else self._held(raw, node, "_saved_" + name)
+
+    def held_by_function(self, node: Any) -> list[Held] | None:
+        """Likewise, all that an `autograd.Function` saved."""
+        found: list[Held] = []
+        for raw in node._raw_saved_tensors:
+            one = self._held(raw, node, None)
+            if one is None:
+                return None
+            found.append(one)
+        return found
+
+    def _held(self, raw: Any, node: Any, name: str | None) -> Held | None:
+        """What stands for one saved tensor.
+
+        Args:
+            raw: that autograd has for it.
+            node: that saved it.
+            name: of the attribute with the tensor; None: reading it would unpack others.
+        """
+        try:
+            hook = raw.unpack_hook
+            if hook is not None and hook != self._unpack:
+                return None
+            data = raw.data if name is None or hook is not None else getattr(node, name)
+        except RuntimeError:  # freed, or changed in place
+            return None
+        if isinstance(data, torch.Tensor):
+            return ResidentTensor(data, self.scope)
+        held: Held | None = data  # that we have packed, or nothing
+        return held
+
+
+def parameter_of(held: Held) -> torch.nn.Parameter | None:
+    """The parameter that stands for itself; None: it is something else."""
+    if not isinstance(held, ResidentTensor):
+        return None
+    tensor = held.held
+    if type(tensor) is torch.Tensor:  # else torch looks, in Python
+        return None
+    return tensor if isinstance(tensor, torch.nn.Parameter) else None
+
+
+def copy_of(held: Held) -> torch.Tensor | None:
+    """The copy of a parameter; None: it has none, or it is something else."""
+    return held.copy if isinstance(held, ResidentTensor) else None
