@@ -158,6 +158,9 @@ OPERATIONS: dict[str, Callable[[Tensor, int, int], Tensor]] = {
     "sort": lambda x, a, b: x.sort(_dim(x, a)).values,
     "max": lambda x, a, b: x.amax(_dim(x, a)),
     "norm": lambda x, a, b: F.layer_norm(x, x.shape[-1:]) if x.dim() else x.sin(),
+    "batch_norm": lambda x, a, b: F.batch_norm(
+        torch.cat([_matrix(x)] * 2), None, None, training=True
+    ),
     "gelu": lambda x, a, b: F.gelu(x),
     "dropout": lambda x, a, b: F.dropout(x, 0.3),
     "gather": lambda x, a, b: x.reshape(-1)[torch.arange(0, x.numel(), _some(a, 3)).flip(0)],
@@ -206,6 +209,8 @@ IN_PLACE: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "sigmoid_": lambda x, y: x.sigmoid_(),
     "relu_": lambda x, y: x.relu_(),
     "tanh_": lambda x, y: x.tanh_(),
+    "silu_": lambda x, y: F.silu(x, inplace=True),
+    "leaky_relu_": lambda x, y: F.leaky_relu(x, 0.1, inplace=True),
     "clamp_": lambda x, y: x.clamp_(-0.5, 0.5),
     "masked_fill_": lambda x, y: x.masked_fill_(x > 0.3, 0.3),
     "zero_": lambda x, y: x.zero_(),

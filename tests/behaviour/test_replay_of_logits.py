@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron.offload import offload_activations
 from megatron.offload.activations.saved import recipe
 from megatron.offload.activations.saved.available import AvailableTensors
+from megatron.offload.activations.saved.norms import Norms
 from megatron.offload.activations.saved.recipe import Layout, Program, Step
 from megatron.offload.activations.saved.replayable_nodes import operation_of, steps_of_a_row
 from megatron.offload.errors import ChangedInPlaceError
@@ -257,7 +258,7 @@ def test_a_graph_that_is_dropped_dies_with_its_forward_pass(tmp_path: Path) -> N
 
 def test_what_is_computed_of_operands_that_are_saved_is_not_looked_for() -> None:
     x = torch.randn(4, 4, requires_grad=True)
-    found = AvailableTensors(torch.device("cpu"), lambda _: x, lambda _: None)
+    found = AvailableTensors(torch.device("cpu"), lambda _: x, Norms())
     product, silu = x @ x, F.silu(x @ x)
     view = (x @ x).view(16)
     for one in (product, silu, view):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.offload import OffloadEngine, offload_activations
+from megatron.offload import ChangedInPlaceError, OffloadEngine, offload_activations
 from megatron.offload.activations.saved.recipe_search import RecipeSearch
 from megatron.offload.activations.saved.replayable_nodes import operation_of
 from tests.behaviour.test_replay import (
@@ -312,3 +312,168 @@ def test_diffusion_transformers_have_the_same_bits(tmp_path, dtype, wide, least)
     plain, _ = train_dit(dtype, None, wide=wide)
     assert all(map(torch.equal, ours, plain))
     assert share >= least
+
+
+class ConvBlock(nn.Module):
+    """A residual block of convolutions, as torchvision and timm have them.
+
+    Where an activation copies its input, a sum that is written in place before is not seen.
+
+    Args:
+        activation: of the norms' results, in place or not; a key of `ACTIVATIONS`.
+    """
+
+    def __init__(self, activation: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[activation]
+        self.adds_in_place = activation in SAVE_THEIR_RESULT
+        self.first, self.second = (nn.Conv2d(16, 16, 1, bias=False) for _ in range(2))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(16) for _ in range(2))
+        for one in self.norms.parameters():
+            nn.init.normal_(one)
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.activation(self.norms[0](self.first(x)))
+        h = self.norms[1](self.second(h))
+        if self.adds_in_place:
+            h += x
+        else:
+            h = h + x
+        return self.activation(h)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "relu_": F.relu_,
+    "silu_": lambda x: F.silu(x, inplace=True),
+    "relu6_": lambda x: F.relu6(x, inplace=True),
+    "leaky_relu_": lambda x: F.leaky_relu(x, 0.1, inplace=True),
+    "elu_": lambda x: F.elu(x, inplace=True),
+    "swish_": lambda x: x.mul_(x.sigmoid()),  # as timm has it
+}
+
+SAVE_THEIR_RESULT = ("relu", "relu_", "leaky_relu_", "elu_")
+
+
+def train_convolutions(
+    blocks: nn.Sequential,
+    directory: Path | None,
+    *,
+    layout: torch.memory_format = torch.contiguous_format,
+    change: Callable[[int], None] = lambda step: None,
+    num_steps: int = 5,
+) -> tuple[list[Tensor], int, dict[str, int]]:
+    """Gradients and running statistics of all steps; bytes computed again and not, of the last."""
+    handle = None
+    if directory is not None:
+        handle = offload_activations(blocks, directory, mode="ssd", min_bytes=4096)
+    dtype = blocks[0].weight.dtype
+    found = []
+    for step in range(num_steps):
+        change(step)
+        torch.manual_seed(step)
+        x = torch.randn(4, 16, 8, 8).to(dtype).to(memory_format=layout)
+        loss = blocks(x).float().square().mean()
+        loss.backward()
+        found += [loss.detach(), *(one.grad for one in blocks.parameters() if one.requires_grad)]
+        found += [one.clone() for one in blocks.buffers()]
+        blocks.zero_grad()
+    if handle is None:
+        return found, 0, {}
+    counted = handle.engine.statistics
+    handle.close()
+    return found, counted.replayed_bytes, dict(counted.unreplayed_by_operation)
+
+
+def convolutions(
+    activation: str, dtype: torch.dtype = torch.float32, prepare: Callable[[nn.Module], Any] = id
+) -> nn.Sequential:
+    torch.manual_seed(7)
+    blocks = nn.Sequential(
+        nn.Conv2d(16, 16, 1, bias=False).to(dtype),
+        *(ConvBlock(activation, dtype) for _ in range(3)),
+    )
+    for one in blocks.modules():
+        if isinstance(one, nn.BatchNorm2d):
+            prepare(one)
+    return blocks
+
+
+PREPARE: dict[str, Callable[[nn.Module], Any]] = {
+    "trained": id,
+    "evaluated": lambda norm: norm.eval(),
+    "frozen": lambda norm: norm.requires_grad_(False),
+    "frozen-bias": lambda norm: norm.bias.requires_grad_(False),
+    "evaluated-and-frozen": lambda norm: norm.eval().requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize(
+    ("activation", "prepare", "dtype"),
+    [
+        *((activation, "trained", torch.float32) for activation in ACTIVATIONS),
+        *(("relu_", prepare, torch.float32) for prepare in PREPARE if prepare != "trained"),
+        ("relu_", "trained", torch.bfloat16),
+        ("silu_", "evaluated-and-frozen", torch.bfloat16),
+    ],
+)
+def test_batch_norms_and_activations_in_place_are_computed_again(
+    tmp_path, activation, prepare, dtype
+):
+    """What convolutions have made is saved, and nothing else."""
+    ours, replayed_bytes, unreplayed = train_convolutions(
+        convolutions(activation, dtype, PREPARE[prepare]), tmp_path
+    )
+    plain, _, _ = train_convolutions(convolutions(activation, dtype, PREPARE[prepare]), None)
+    assert all(map(torch.equal, ours, plain))
+    assert replayed_bytes >= 5 * 4 * 16 * 8 * 8 * dtype.itemsize
+    assert unreplayed.keys() <= {"Convolution", "no operation with a gradient"}
+
+
+@pytest.mark.parametrize("prepare", ["trained", "evaluated"])
+def test_where_channels_come_last_statistics_are_not_computed_again(tmp_path, prepare):
+    """Of a CPU their bits depend on the number of threads; those that have run on are there."""
+
+    def train(directory: Path | None) -> tuple[list[Tensor], int, dict[str, int]]:
+        layout = torch.channels_last
+        blocks = convolutions("relu_", prepare=PREPARE[prepare]).to(memory_format=layout)
+        return train_convolutions(blocks, directory, layout=layout)
+
+    ours, replayed_bytes, _ = train(tmp_path)
+    assert all(map(torch.equal, ours, train(None)[0]))
+    assert (replayed_bytes > 0) == (prepare == "evaluated")
+
+
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("activation", ["relu", "relu_", "silu_", "elu_"])
+def test_what_is_written_over_unseen_is_not_computed_again(tmp_path, activation, behind):
+    """From the fourth step on, when nothing is compared any more, before an activation or behind.
+
+    Behind one that saves its result it is autograd's error. Before one that copies its input, or
+    is not in place, only a sample shows it.
+    """
+    made = ACTIVATIONS[activation]
+
+    def train(directory: Path | None) -> list[Tensor]:
+        steps: list[int] = []
+
+        def write(x: Tensor) -> Tensor:
+            if steps[-1] >= 3:
+                with torch.no_grad():
+                    x.mul_(2)
+            return x
+
+        blocks = convolutions(activation)
+        blocks[2].activation = lambda x: write(made(x)) if behind else made(write(x))
+        return train_convolutions(blocks, directory, change=steps.append, num_steps=16)[0]
+
+    if behind and activation != "silu_":
+        for directory in (None, tmp_path):
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                train(directory)
+    elif not behind and activation in ("relu", "silu_"):
+        with pytest.raises(ChangedInPlaceError, match="behind autograd's back"):
+            train(tmp_path)
+    else:
+        assert all(map(torch.equal, train(tmp_path), train(None)))

@@ -21,7 +21,8 @@ and gates at once, and gates alone are saved.
 Note [Activations in place]
 `relu_` writes its result over its input, and a later operation may write over it in turn, unseen by
 the graph. But a node that saves its own result has it as it made it. So where a tensor has the
-version that its node has saved, the node says what it is.
+version that its node has saved, the node says what it is. Others (`silu_`) save a copy of their
+input, which an operation that gives a tensor of its own does not: its first change was theirs.
 
 Note [Parameters that are taken back]
 ZeRO 3 gathers a parameter for the module that has it and frees its memory when the module has run:
@@ -53,6 +54,7 @@ Edge = tuple[Any, int]  # a node and the number of its result, as a node's `next
 _MOST_HELD = 32  # storages that a codec has encoded: those that a layer saved last
 _MOST_COPIED = 1 << 20  # bytes of a parameter; of a norm's, a few thousand values
 _RESULT = "_raw_saved_result"  # of a node that saves its only result
+_COPY = "CloneBackward0"
 _NOWHERE = Scope()
 
 
@@ -62,6 +64,7 @@ class AvailableTensors:
     Attributes:
         results: by the node that made it and the number of its result. As long as a node is here,
             no other has its address.
+        changed: what nodes have made and others may have written over since, before it was saved.
         scope: of the layer.
         is_exact: no codec changes operands.
 
@@ -88,6 +91,7 @@ class AvailableTensors:
         self._compared: dict[tuple[Any, ...], bool] = {}
         self._unpack = unpack
         self.results: dict[Edge, Held] = {}
+        self.changed: set[Edge | None] = set()
         self._taken_back: set[int] = set()  # parameters, by address
         # Note [Results of modules]
         self._returned: dict[Edge, weakref.ref[torch.Tensor]] = {}
@@ -95,13 +99,17 @@ class AvailableTensors:
 
     def note(self, tensor: torch.Tensor, held: Held, scope: Scope) -> None:
         """Autograd has saved a tensor and holds this of it: it can be an operand from now on."""
-        if scope is not self.scope:
+        node = node_of(tensor)
+        edge = None if node is None else origin_of(node, tensor.output_nr)
+        is_as_made = not tensor._version or (node is not None and self.is_as_made(tensor, node))
+        if scope is not self.scope:  # after what the layer before has saved was looked at
             self.forget()
             self.scope = scope
-        node = node_of(tensor)
-        if tensor._version == 0 or (node is not None and self.is_as_made(tensor, node)):
-            if node is not None:
-                self.results[origin_of(node, tensor.output_nr)] = held
+        if not is_as_made:
+            self.changed.add(edge)
+        else:
+            if edge is not None:
+                self.results[edge] = held
             if (base := tensor._base) is not None and base.nbytes <= _MOST_COPIED:
                 self._note_base(base)
         is_copied = id(tensor) in self._taken_back and tensor.nbytes <= _MOST_COPIED
@@ -111,16 +119,26 @@ class AvailableTensors:
     def is_as_made(self, tensor: torch.Tensor, node: Any) -> bool:
         """Whether a tensor that was changed in place has not been since its node made it.
 
-        The node knows, if it saves its result: see Note [Activations in place].
+        The node knows: see Note [Activations in place].
         """
-        raw = getattr(node, _RESULT, None)
-        if raw is None or tensor._is_view():
+        if tensor._is_view():
             return False
+        raw = getattr(node, _RESULT, None)
+        if raw is None:
+            return tensor._version == 1 and self._has_copied_its_input(node)
         if raw.unpack_hook is None and raw.data is None:  # it is saving it now
             return True
         held = self.held_by(node, "result")
         return not (held is None or isinstance(held, WeightCast)) and (
             held.version == tensor._version
+        )
+
+    def _has_copied_its_input(self, node: Any) -> bool:
+        held = self.held_by(node, "self")
+        copies = (maker for (maker, _), one in self.results.items() if one is held)
+        return held is not None and any(
+            type(one).__name__ == _COPY and one.next_functions[0] == node.next_functions[0]
+            for one in copies
         )
 
     def result_of(self, edge: Edge) -> Held | None:
@@ -170,6 +188,7 @@ class AvailableTensors:
         """An operation or a layer has ended: its nodes belong to autograd alone again."""
         self.scope = _NOWHERE
         self.results.clear()
+        self.changed.clear()
 
     def enter(self, scope: Scope, tensor: torch.Tensor) -> None:
         """A tensor of this scope is saved: Note [Exact bytes for comparisons]."""

@@ -17,6 +17,12 @@ on a part of the rows at a time; and that is how it is compared with what forwar
 Autograd alone does not need the logits, so what writes to them behind its back (through `data`, or
 a kernel) would do no harm without us. A value of each row is kept, and has to be the same again: it
 depends on all of the row.
+
+Note [Samples]
+A script may also write to a result that no operation saves, unseen by autograd (under `no_grad`,
+through `data`), and may begin with it after the passes in which recipes are compared. So of one use
+in `SAMPLED_OF` of a recipe some values of the result are kept, and have to be the same again. Other
+recipes are sampled in other passes.
 """
 
 from __future__ import annotations
@@ -28,13 +34,16 @@ import torch
 
 from megatron.offload.errors import ChangedInPlaceError, OffloadError
 
+SAMPLED_OF = 8  # uses of a recipe
+_NUM_SAMPLED = 256  # values
 _NUM_PARTS = 16
 _LEAST_PART = 1 << 20  # bytes
 
 _WRITTEN = (
-    "activation offload: what a loss was computed of, such as a model's bf16 logits, was changed "
-    "behind autograd's back (through .data, or by a kernel in place); its gradient would be wrong; "
-    "write to a clone, or set --activation-replay off"
+    "activation offload: what is computed again of other saved tensors has other values than in "
+    "forward: one of them, such as a model's bf16 logits, or a result between them was changed "
+    "behind autograd's back (under no_grad, through .data, or by a kernel in place); the gradient "
+    "would be wrong; write to a clone, or set --activation-replay off"
 )
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size
@@ -110,9 +119,13 @@ class Program:
             return all(_same_bytes(part, wanted[rows]) for rows, part in self._by_rows(operands))
         return _same_bytes(self._at_once(operands), target)
 
-    def sample_of(self, result: torch.Tensor) -> torch.Tensor | None:
-        """A value of each row; None: it is not made row by row. See Note [Row by row]."""
-        return self._rows_of(result)[:, 0] if self.of_a_row else None
+    def sample_of(self, result: torch.Tensor) -> torch.Tensor:
+        """A value of each row (Note [Row by row]), or some values (Note [Samples]); a view."""
+        if self.of_a_row:
+            return self._rows_of(result)[:, 0]
+        num_values = result.numel()
+        num_sampled = min(num_values, _NUM_SAMPLED)
+        return result.detach().as_strided((num_sampled,), (max(num_values // _NUM_SAMPLED, 1),))
 
     def _rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().reshape(-1, self.layout.shape[-1])
@@ -173,8 +186,7 @@ class Recipe:
             among those of its operands.
         frees: operands were saved for it alone. They go when it has run for the last time, see
             `Reader.compute`.
-        sample: values of its result, which have to be there again; None: autograd itself watches
-            what it is computed of.
+        sample: values of its result, which have to be there again; None: this use is not sampled.
     """
 
     __slots__ = (
@@ -222,7 +234,6 @@ class Recipe:
         if self.sample is None:
             return result
         found = self.program.sample_of(result)
-        assert found is not None
         require_same_bytes(found, self.sample, ChangedInPlaceError, _WRITTEN)
         return result
 

@@ -89,6 +89,8 @@ class RecipeSearch:
         held = None if is_target else self._available.result_of(edge) or self._returned(edge)
         if held is not None:
             value = self._operand(held)
+        elif not is_target and edge in self._available.changed:
+            return None
         elif self._num_nodes < _MOST_NODES:
             self._num_nodes += 1
             node, number = edge

@@ -8,8 +8,8 @@ Note [When a recipe is trusted]
 The graph shows which operation made a tensor and of what. It does not show everything (the eps of a
 norm, the 1 of `1 + x`), and that an operation gives the same bytes again is a claim. So a recipe
 counts where it has given the saved bytes: the first `_NUM_CHECKS` times that a layer saves a tensor
-so, it is run at once and its result compared. Another shape, stride, dtype or constant is another
-recipe. One that fails once is never used again in that layer.
+so, it is run at once and its result compared. Another shape, stride, dtype, constant or version is
+another recipe. One that fails once is never used again in that layer.
 
 Note [Constants that the graph does not show]
 The eps of a norm is what the module that owns its weight says, confirmed by the bytes, and again in
@@ -50,7 +50,13 @@ from megatron.offload.activations.saved.available import (
 )
 from megatron.offload.activations.saved.noise import may_be_noise, pack_noise, unpack_noise
 from megatron.offload.activations.saved.norms import Norms
-from megatron.offload.activations.saved.recipe import Layout, Program, Recipe, Step
+from megatron.offload.activations.saved.recipe import (
+    SAMPLED_OF,
+    Layout,
+    Program,
+    Recipe,
+    Step,
+)
 from megatron.offload.activations.saved.recipe_search import RecipeSearch
 from megatron.offload.activations.saved.record import SavedStorage
 from megatron.offload.activations.saved.replayable_nodes import (
@@ -79,6 +85,7 @@ class _CheckedProgram:
     program: Program
     num_checks: int = 0
     num_unseen: int = 0  # times that exact operands were not there, where a codec is used
+    num_uses: int = 0  # another one at first for each, see Note [Samples]
     is_refused: bool = False
 
 
@@ -203,11 +210,12 @@ class RecipeFinder:
         if search.is_scalar_missing:
             program = self._with_scalar(steps, layout, search, target)
             return None if program is None else _recipe(program, search)
-        key = scope.chunk, scope.layer, scope.part, steps, layout
+        key = scope.chunk, scope.layer, scope.part, steps, layout, target._version
         checked = self._checked.get(key)
         if checked is None:
             program = Program(steps, layout, steps_of_a_row(steps, layout))
-            checked = self._checked[key] = _CheckedProgram(program)
+            checked = _CheckedProgram(program, num_uses=len(self._checked))
+            self._checked[key] = checked
         if checked.is_refused:
             return None
         if checked.num_checks < _NUM_CHECKS:
@@ -226,7 +234,8 @@ class RecipeFinder:
             checked.num_checks += is_right
             if not is_right:
                 return None
-        return _recipe(checked.program, search)
+        checked.num_uses += 1
+        return _recipe(checked.program, search, is_sampled=checked.num_uses % SAMPLED_OF == 0)
 
     def _of_bits(
         self,
@@ -334,9 +343,9 @@ class RecipeFinder:
         return None if memory is None else held.rebuild(memory)
 
 
-def _recipe(program: Program, search: RecipeSearch) -> Recipe:
+def _recipe(program: Program, search: RecipeSearch, *, is_sampled: bool = False) -> Recipe:
     saved = {id(one) for one in search.saved}  # and this is its first use
-    sample = program.sample_of(search.target)
+    is_sampled = is_sampled or (bool(saved) and bool(program.of_a_row))
     operands = [one if id(one) in saved else _again(one) for one in search.held]
     bases: dict[int, Any] = {}
     is_exact = True
@@ -354,7 +363,7 @@ def _recipe(program: Program, search: RecipeSearch) -> Recipe:
         search.parameter_bytes,
         is_exact=is_exact,
         frees=bool(search.saved),
-        sample=None if sample is None or not saved else sample.clone(),
+        sample=program.sample_of(search.target).clone() if is_sampled else None,
     )
 
 

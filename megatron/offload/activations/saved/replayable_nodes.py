@@ -148,12 +148,12 @@ def _batch_norm(
 ) -> torch.Tensor:
     """Batch norm by the statistics of its input; those that run on are left alone.
 
-    An accelerator has a kernel for saved statistics.
+    CUDA has a kernel for saved statistics.
 
     Raises:
         OffloadError: as `_group_norm`.
     """
-    if one.device.type != "cpu":
+    if one.is_cuda:
         return torch.batch_norm_elemt(one, weight, bias, mean, rstd, eps)
     _require_contiguous(one)
     return torch.native_batch_norm(one, weight, bias, None, None, True, 0.0, eps)[0]
@@ -178,6 +178,10 @@ def _require_contiguous(one: torch.Tensor) -> None:
 
 def _gelu(one: torch.Tensor, approximate: str) -> torch.Tensor:
     return F.gelu(one, approximate=approximate)
+
+
+def _elu(one: torch.Tensor, *constants: float) -> torch.Tensor:
+    return torch.ops.aten.elu(one, *constants)
 
 
 def _glu(one: torch.Tensor, dim: int) -> torch.Tensor:
@@ -332,6 +336,9 @@ _NODES: dict[str, NodeOperation] = {
     "HardswishBackward0": NodeOperation(F.hardswish, _OF_SELF),
     "HardsigmoidBackward0": NodeOperation(F.hardsigmoid, _OF_SELF),
     "LeakyReluBackward0": NodeOperation(F.leaky_relu, _OF_SELF, ("negative_slope",)),
+    "LeakyReluBackward1": NodeOperation(F.leaky_relu, (None,), ("negative_slope",)),
+    "EluBackward0": NodeOperation(_elu, _OF_SELF, ("alpha", "scale", "input_scale")),
+    "EluBackward1": NodeOperation(_elu, (None,), ("alpha", "scale", "input_scale")),
     "SoftplusBackward0": NodeOperation(F.softplus, _OF_SELF, ("beta", "threshold")),
     "LogSigmoidBackward0": NodeOperation(F.logsigmoid, _OF_SELF),
     "GluBackward0": NodeOperation(_glu, _OF_SELF, ("dim",)),
