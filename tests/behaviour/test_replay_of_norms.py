@@ -417,6 +417,7 @@ PREPARE: dict[str, Callable[[nn.Module], Any]] = {
         ("relu_", "trained", torch.bfloat16),
         ("silu_", "evaluated-and-frozen", torch.bfloat16),
     ],
+    ids=lambda one: str(one).removeprefix("torch."),
 )
 def test_batch_norms_and_activations_in_place_are_computed_again(
     tmp_path, activation, prepare, dtype
@@ -450,8 +451,9 @@ def test_where_channels_come_last_statistics_are_not_computed_again(tmp_path, pr
 def test_what_is_written_over_unseen_is_not_computed_again(tmp_path, activation, behind):
     """From the fourth step on, when nothing is compared any more, before an activation or behind.
 
-    Behind one that saves its result it is autograd's error. Before one that copies its input, or
-    is not in place, only a sample shows it.
+    Behind one there are writes that do not show in the bytes before; if it saves its result, they
+    are autograd's error. Before one that copies its input, or is not in place, only a sample shows
+    a write.
     """
     made = ACTIVATIONS[activation]
 
@@ -459,10 +461,9 @@ def test_what_is_written_over_unseen_is_not_computed_again(tmp_path, activation,
         steps: list[int] = []
 
         def write(x: Tensor) -> Tensor:
-            if steps[-1] >= 3:
-                with torch.no_grad():
-                    x.mul_(2)
-            return x
+            factor = 2 if steps[-1] >= 3 else 1
+            with torch.no_grad():
+                return x.mul_(factor) if behind or factor > 1 else x
 
         blocks = convolutions(activation)
         blocks[2].activation = lambda x: write(made(x)) if behind else made(write(x))
@@ -477,3 +478,128 @@ def test_what_is_written_over_unseen_is_not_computed_again(tmp_path, activation,
             train(tmp_path)
     else:
         assert all(map(torch.equal, train(tmp_path), train(None)))
+
+
+class Normed(nn.Module):
+    """A norm between two convolutions, and an activation behind it.
+
+    Args:
+        norm: as `nn.BatchNorm2d` takes its arguments.
+        given: calls it, or what it does.
+        activation: of its result.
+    """
+
+    def __init__(
+        self,
+        given: Callable[[nn.BatchNorm2d, Tensor], Tensor] = lambda norm, x: norm(x),
+        activation: Callable[[Tensor], Tensor] = F.relu_,
+        norm: type[nn.BatchNorm2d] = nn.BatchNorm2d,
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.before, self.behind = (nn.Conv2d(16, 16, 1, bias=False) for _ in range(2))
+        self.norm, self.given, self.activation = norm(16), given, activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.behind(self.activation(self.given(self.norm, self.before(x))))
+
+
+def gradients_behind(
+    make: Callable[[], Normed],
+    directory: Path | None,
+    *,
+    change: Callable[[Normed, int], None],
+    before_backward: Callable[[Normed], object] = id,
+) -> list[Tensor]:
+    """Of the last convolution's weight, in all steps."""
+    model = make()
+    handle = None
+    if directory is not None:
+        handle = offload_activations(model, directory, mode="ssd", min_bytes=4096)
+    found = []
+    for step in range(7):
+        change(model, step)
+        torch.manual_seed(step)
+        loss = model(torch.randn(4, 16, 8, 8)).square().mean()
+        before_backward(model)
+        found += torch.autograd.grad(loss, [model.behind.weight])
+    if handle is not None:
+        handle.close()
+    return found
+
+
+def no_change(model: Normed, step: int) -> None:
+    pass
+
+
+@pytest.mark.parametrize("activation", ["elu_", "silu_"])
+def test_what_is_written_over_before_the_next_save_is_not_computed_again(tmp_path, activation):
+    """The first writes do not show in the bytes."""
+    factors: list[float] = []
+
+    def change(model: Normed, step: int) -> None:
+        factors.append(1.0 if step < 4 else 2.0)
+
+    def written(x: Tensor) -> Tensor:
+        x = ACTIVATIONS[activation](x)
+        with torch.no_grad():
+            return x.mul_(factors[-1])
+
+    def train(directory: Path | None) -> list[Tensor]:
+        return gradients_behind(lambda: Normed(activation=written), directory, change=change)
+
+    assert all(map(torch.equal, train(tmp_path), train(None)))
+
+
+def test_a_bias_that_a_norm_was_not_given_is_not_added(tmp_path):
+    """A bias of zeros would not show in the bytes."""
+
+    def without_bias(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
+        return F.batch_norm(x, None, None, norm.weight, training=True)
+
+    def change(model: Normed, step: int) -> None:
+        if step == 4:
+            model.norm.bias.data.fill_(1)
+
+    def train(directory: Path | None) -> list[Tensor]:
+        return gradients_behind(lambda: Normed(without_bias), directory, change=change)
+
+    assert all(map(torch.equal, train(tmp_path), train(None)))
+
+
+def test_a_module_of_others_is_not_asked_for_its_bias(tmp_path):
+    class Shifted(nn.BatchNorm2d):
+        def __init__(self, size: int) -> None:
+            super().__init__(size)
+            self.shift = nn.Parameter(torch.zeros(size), requires_grad=False)
+            self.bias.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.batch_norm(x, None, None, self.weight, self.shift, training=True)
+
+    def change(model: Normed, step: int) -> None:
+        if step == 4:
+            model.norm.shift.data.fill_(1)
+
+    def train(directory: Path | None) -> list[Tensor]:
+        return gradients_behind(lambda: Normed(norm=Shifted), directory, change=change)
+
+    assert all(map(torch.equal, train(tmp_path), train(None)))
+
+
+def test_statistics_that_run_on_before_backward_are_those_of_forward(tmp_path):
+    """Autograd does not notice that they do."""
+
+    def run_on(model: Normed) -> None:
+        model.norm.train()(torch.randn(4, 16, 8, 8))
+        model.norm.eval()
+
+    def make() -> Normed:
+        model = Normed()
+        model.norm.eval()
+        return model
+
+    def train(directory: Path | None) -> list[Tensor]:
+        return gradients_behind(make, directory, change=no_change, before_backward=run_on)
+
+    assert all(map(torch.equal, train(tmp_path), train(None)))
