@@ -235,7 +235,10 @@ class RecipeFinder:
             if not is_right:
                 return None
         checked.num_uses += 1
-        return _recipe(checked.program, search, is_sampled=checked.num_uses % SAMPLED_OF == 0)
+        return _recipe(checked.program, search, is_sampled=self._is_sampled(checked))
+
+    def _is_sampled(self, checked: _CheckedProgram) -> bool:
+        return checked.num_uses % SAMPLED_OF == 0
 
     def _of_bits(
         self,

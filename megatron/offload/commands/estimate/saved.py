@@ -280,6 +280,9 @@ class _Finder(RecipeFinder):
     def _gives(self, *_: Any) -> bool:
         return True
 
+    def _is_sampled(self, *_: Any) -> bool:
+        return False
+
     def _peek(self, *_: Any) -> list[torch.Tensor | None]:
         return []
 
