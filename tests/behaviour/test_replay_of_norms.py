@@ -432,6 +432,32 @@ def test_batch_norms_and_activations_in_place_are_computed_again(
     assert unreplayed.keys() <= {"Convolution", "no operation with a gradient"}
 
 
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "batch": lambda: nn.BatchNorm2d(16, affine=False),
+    "group": lambda: nn.GroupNorm(4, 16, affine=False),
+    "instance": lambda: nn.InstanceNorm2d(16),
+    "instance-with-weight": lambda: nn.InstanceNorm2d(16, affine=True),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_norms_of_channels_without_weight_are_computed_again(tmp_path, norm):
+    """And instance norms, whose results are views: what is written into these is saved."""
+
+    def train(directory: Path | None) -> tuple[list[Tensor], int, dict[str, int]]:
+        blocks = convolutions("relu")
+        for one in blocks[1:]:
+            one.norms = nn.ModuleList(NORMS[norm]() for _ in range(2))
+            one.adds_in_place = False
+            for parameter in one.norms.parameters():
+                nn.init.normal_(parameter)
+        return train_convolutions(blocks, directory)
+
+    ours, _, unreplayed = train(tmp_path)
+    assert all(map(torch.equal, ours, train(None)[0]))
+    assert unreplayed.keys() <= {"Convolution", "no operation with a gradient"}
+
+
 def test_frozen_group_norms_are_computed_again(tmp_path):
     """As adapters leave them in the networks of diffusion models: their bias has no gradient."""
 

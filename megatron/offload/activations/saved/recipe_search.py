@@ -171,7 +171,7 @@ class RecipeSearch:
                     return None
             elif value is None and name is BIAS and BIAS not in operation.optional:
                 value = self._frozen_bias(values[-1])
-                if value is None:
+                if value is None and values[-1] is not None:  # a norm without weight has no bias
                     return None
             elif value is None and not (name in operation.optional and lacks(node, name)):
                 return None

@@ -140,8 +140,8 @@ def _group_norm(one: torch.Tensor, *others: Any) -> torch.Tensor:
 
 def _batch_norm(
     one: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
     mean: torch.Tensor,
     rstd: torch.Tensor,
     eps: float,
@@ -161,8 +161,8 @@ def _batch_norm(
 
 def _batch_norm_evaluated(
     one: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
     mean: torch.Tensor,
     variance: torch.Tensor,
     eps: float,
@@ -223,18 +223,6 @@ def _alias(one: torch.Tensor) -> torch.Tensor:
     return torch.ops.aten.alias(one)
 
 
-def _reshape(one: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    return one.reshape(shape)
-
-
-def _expand(one: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    return one.expand(shape)
-
-
-def _permute(one: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
-    return one.permute(dims)
-
-
 def _log_softmax(one: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.ops.aten._log_softmax(one, dim, one.dtype is not dtype)
 
@@ -267,7 +255,7 @@ def steps_of_a_row(steps: tuple[Step, ...], layout: Layout) -> tuple[Step, ...]:
             found.append(last._replace(constants=(-1, *last.constants[1:])))
         elif step.operation is _cast:
             found.append(step)
-        elif step.operation is not _reshape:  # which leaves values in their order
+        elif step.operation is not torch.reshape:  # which leaves values in their order
             return ()
     num_values = 1
     for size, step_over in zip(reversed(shape), reversed(stride), strict=True):
@@ -299,11 +287,14 @@ def _without_weight(node: Any) -> NodeOperation | None:
 
 def _batch_norm_of(eps: str) -> NodeOperation:
     """Of a node with that name for its eps."""
-    evaluated = NodeOperation(_batch_norm_evaluated, ("input", "weight", BIAS, *RUNNING), (eps,))
+    evaluated = NodeOperation(
+        _batch_norm_evaluated, ("input", "weight", BIAS, *RUNNING), (eps,), optional=("weight",)
+    )
     return NodeOperation(
         _batch_norm,
         ("input", "weight", BIAS, "result1", "result2"),
         (eps,),
+        optional=("weight",),
         instead=lambda node: None if node._saved_training else evaluated,
     )
 
@@ -326,7 +317,10 @@ _NODES: dict[str, NodeOperation] = {
         _normed, ("input", "weight", "result1"), optional=("weight",)
     ),
     "NativeGroupNormBackward0": NodeOperation(
-        _group_norm, ("input", "weight", BIAS), ("N", "C", "HxW", "group", "eps")
+        _group_norm,
+        ("input", "weight", BIAS),
+        ("N", "C", "HxW", "group", "eps"),
+        optional=("weight",),
     ),
     "NativeBatchNormBackward0": _batch_norm_of("eps"),
     "CudnnBatchNormBackward0": _batch_norm_of("epsilon"),
@@ -366,16 +360,17 @@ _NODES: dict[str, NodeOperation] = {
     "StackBackward0": NodeOperation(_stack, ALL_EDGES, ("dim",)),
     "AliasBackward0": NodeOperation(_alias),
     "CloneBackward0": NodeOperation(torch.clone),
-    "ViewBackward0": NodeOperation(_reshape, (None,), (SHAPE,)),
-    "UnsafeViewBackward0": NodeOperation(_reshape, (None,), (SHAPE,)),
-    "ReshapeAliasBackward0": NodeOperation(_reshape, (None,), (SHAPE,)),
-    "ExpandBackward0": NodeOperation(_expand, (None,), (SHAPE,)),
-    "SqueezeBackward0": NodeOperation(_reshape, (None,), (SHAPE,)),
-    "SqueezeBackward1": NodeOperation(_reshape, (None,), (SHAPE,)),
+    "ViewBackward0": NodeOperation(torch.reshape, (None,), (SHAPE,)),
+    "UnsafeViewBackward0": NodeOperation(torch.reshape, (None,), (SHAPE,)),
+    "ReshapeAliasBackward0": NodeOperation(torch.reshape, (None,), (SHAPE,)),
+    "RepeatBackward0": NodeOperation(torch.Tensor.repeat, (None,), ("repeats",)),
+    "ExpandBackward0": NodeOperation(torch.Tensor.expand, (None,), (SHAPE,)),
+    "SqueezeBackward0": NodeOperation(torch.reshape, (None,), (SHAPE,)),
+    "SqueezeBackward1": NodeOperation(torch.reshape, (None,), (SHAPE,)),
     "UnsqueezeBackward0": NodeOperation(torch.unsqueeze, (None,), ("dim",)),
     "TBackward0": NodeOperation(torch.t),
     "TransposeBackward0": NodeOperation(torch.transpose, (None,), ("dim0", "dim1")),
-    "PermuteBackward0": NodeOperation(_permute, (None,), ("dims",)),
+    "PermuteBackward0": NodeOperation(torch.permute, (None,), ("dims",)),
     "SelectBackward0": NodeOperation(torch.select, (None,), ("dim", "index")),
     "SliceBackward0": NodeOperation(_slice, (None,), ("dim", "start", "end", "step")),
     "SplitBackward0": NodeOperation(_split, (None,), ("split_size", "dim", NUMBER)),
