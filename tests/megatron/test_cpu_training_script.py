@@ -140,6 +140,14 @@ def test_a_parser_without_such_a_flag_is_refused() -> None:
         cpu_training_script.set_defaults(parser(has_rope_fusion=False))
 
 
+def test_a_writer_of_checkpoints_that_needs_cuda_is_refused() -> None:
+    """Its process would end with a ZeroDivisionError, by `torch.cuda.device_count()`."""
+    cpu_training_script.check_flags(argparse.Namespace(async_save=True))
+    flags = argparse.Namespace(async_save=True, use_persistent_ckpt_worker=True)
+    with pytest.raises(ConfigurationError, match=r"this machine has none.*drop --async-save"):
+        cpu_training_script.check_flags(flags)
+
+
 def test_the_log_says_which_flags_are_set(
     training: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:

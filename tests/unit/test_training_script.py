@@ -115,13 +115,20 @@ def test_the_parser_takes_both_kinds_of_flags(
 def test_flags_reach_install_and_stay_plain_for_checkpoints(
     megatron_lm: FakeMegatronLm, script: TrainingScript, installed: dict[str, Any], tmp_path: Path
 ) -> None:
-    parse(megatron_lm, "--activation-offload", "ssd", "--activation-offload-dir", str(tmp_path))
+    flags = (
+        f"--activation-offload ssd --activation-offload-dir {tmp_path} "
+        "--activation-offload-layers 1 --activation-recompute-layers decoder.2 "
+        f"--activation-offload-trace {tmp_path}/trace --activation-memory-report {tmp_path}/report"
+    )
+    parse(megatron_lm, *flags.split())
     assert set_up(megatron_lm) == (megatron_lm.model, "optimizer", "scheduler")
     assert installed["config"].directories == (tmp_path,)
     assert installed["model_chunks"] is megatron_lm.model
     assert installed["num_local_ranks"] == 1 and installed["reserve_bytes"] > 0
     plain = (str, int, float, type(None))
     assert all(isinstance(value, plain) for value in vars(megatron_lm.flags).values())
+    assert megatron_lm.flags.activation_offload_layers == "1"
+    assert megatron_lm.flags.activation_recompute_layers == "decoder.2"
 
 
 class FakeStates:

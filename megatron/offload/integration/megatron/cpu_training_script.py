@@ -89,6 +89,16 @@ def set_defaults(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(**{name: value for name, value, _ in _DEFAULTS})
 
 
+def check_flags(flags: argparse.Namespace) -> None:
+    """Raises ConfigurationError for Megatron-LM's flags that cannot work on the CPU runtime."""
+    if getattr(flags, "async_save", False) and getattr(flags, "use_persistent_ckpt_worker", False):
+        raise ConfigurationError(
+            "--async-save --use-persistent-ckpt-worker writes checkpoints in a process that needs "
+            "CUDA, and this machine has none: that process would fail, and training wait for it "
+            "for ever; drop --async-save"
+        )
+
+
 def end_groups() -> None:
     """Ends the process groups where the CPU runtime is on; the scripts leave them to the exit.
 
