@@ -240,6 +240,8 @@ ACTIVATIONS = ["--activation-offload", "ssd", "--activation-offload-dir", "."]
 STATES = ["--optimizer-state-offload", "host"]
 PARAMETERS = ["--parameter-offload", "host"]
 UNITS = ["--layer-major-units", "2"]
+LOSS = ["--activation-chunked-loss", "auto"]
+TILES = ["--activation-tiled-mlp", "auto"]
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -268,6 +270,11 @@ UNITS = ["--layer-major-units", "2"]
         # our own flags
         (["--activation-offload", "ssd"], {}, {}, "needs a place on an SSD"),
         ([*ACTIVATIONS[:-1], "/no/such/place"], {}, {}, "/no/such/place"),
+        # what computes in pieces, and flags that look at the whole
+        (LOSS, {"logits_save_dir": "logits"}, {}, "it saves the logits; drop --logits-save-dir"),
+        (LOSS, {"logits_load_dir": "logits"}, {}, "drop --logits-load-dir"),
+        (LOSS, {"save_dgrads_interval": 2}, {}, "what the output layer gives would be missing"),
+        (TILES, {"save_activations_interval": 2}, {}, "it would save one tile of each MLP"),
         # optimizers whose states cannot move
         (
             STATES,
