@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -36,6 +36,11 @@ def off(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     random_log.setLevel(level)
 
 
+def cyclic_iter(batches: Iterable[int]) -> Iterator[int]:
+    while True:
+        yield from batches
+
+
 @pytest.fixture
 def training(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Megatron-LM's `training.py` with what the runtime asks of it."""
@@ -43,6 +48,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     vars(module).update(
         initialize_megatron=lambda args_defaults=None, allow_no_cuda=False: allow_no_cuda,
         build_train_valid_test_data_iterators=lambda provider: provider(),
+        cyclic_iter=cyclic_iter,
     )
     monkeypatch.setitem(sys.modules, "megatron.training", ModuleType("megatron.training"))
     monkeypatch.setitem(sys.modules, TRAINING, module)
@@ -72,6 +78,15 @@ def test_loading_data_leaves_dropouts_generator_where_the_checkpoint_put_it(
     torch.manual_seed(3)
     assert training.build_train_valid_test_data_iterators(draw) == expected
     assert draw() == expected
+
+
+def test_an_epoch_that_begins_leaves_dropouts_generator(training: ModuleType) -> None:
+    """A layer-major step knows where each micro-batch begins by what the step before has drawn."""
+    cpu_training_script.activate()
+    batches = training.cyclic_iter(torch.utils.data.DataLoader([1, 2], batch_size=None))
+    state = torch.get_rng_state()
+    assert [next(batches) for _ in range(5)] == [1, 2, 1, 2, 1]
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_berts_script_finds_layers_without_transformer_engine(training: ModuleType) -> None:

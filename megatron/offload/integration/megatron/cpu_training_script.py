@@ -14,7 +14,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -132,6 +132,17 @@ def _leaving_the_generator(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+class _Epochs:
+    """Batches for which a DataLoader draws no number of dropout's when an epoch begins."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        with torch.random.fork_rng(devices=()):
+            return iter(self._batches)
+
+
 def _table() -> Iterable[Redirection]:
     """What Megatron-LM reaches beyond megatron-core."""
     properties = SimpleNamespace(
@@ -156,6 +167,14 @@ def _table() -> Iterable[Redirection]:
         build_data.name,
         _leaving_the_generator(build_data.find()),
         "draws from the CPU's generator, here also dropout's, after a checkpoint has set it",
+    )
+    cycle = PatchPoint(_TRAINING, "cyclic_iter", ())
+    epochs = cycle.find()
+    yield Redirection(
+        cycle.module,
+        cycle.name,
+        lambda batches: epochs(_Epochs(batches)),
+        "with --dataloader-type cyclic a step in which an epoch begins would draw more numbers",
     )
     bert = "megatron.core.models.bert.bert_layer_specs"
     specs = importlib.import_module(bert)
