@@ -74,6 +74,10 @@ LOSS_SETTINGS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"defer_embedding_wgrad_compute": True}, "drop --defer-embedding-wgrad-compute"),
     ({"overlap_moe_expert_parallel_comm": True}, "its schedule runs the output layer by itself"),
     ({"config_logger_dir": "log"}, "drop --config-logger-dir"),
+    ({"logits_save_dir": "logits"}, "drop --logits-save-dir"),
+    ({"logits_load_dir": "logits"}, "drop --logits-load-dir"),
+    ({"save_activations_interval": 2}, "what the output layer gives would be missing"),
+    ({"save_dgrads_interval": 2}, "what the output layer gives would be missing"),
 )
 # What the check of tiled MLPs refuses.
 MLP_SETTINGS: tuple[tuple[dict[str, Any], str], ...] = (
@@ -83,6 +87,8 @@ MLP_SETTINGS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"use_kitchen": True}, "drop --use-kitchen"),
     ({"delay_wgrad_compute": True}, "drop --delay-wgrad-compute"),
     ({"overlap_moe_expert_parallel_comm": True}, "its schedule runs parts of a layer by itself"),
+    ({"save_activations_interval": 2}, "it would save one tile of each MLP"),
+    ({"save_dgrads_interval": 2}, "it would save one tile of each MLP"),
     ({"enable_cuda_graph": True}, "a captured graph has fixed addresses"),
     ({"external_cuda_graph": True}, "a captured graph has fixed addresses"),
     ({"cuda_graph_impl": "local"}, "a captured graph has fixed addresses"),

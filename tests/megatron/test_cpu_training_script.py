@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -36,6 +36,11 @@ def off(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     random_log.setLevel(level)
 
 
+def cyclic_iter(batches: Iterable[int]) -> Iterator[int]:
+    while True:
+        yield from batches
+
+
 @pytest.fixture
 def training(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Megatron-LM's `training.py` with what the runtime asks of it."""
@@ -43,6 +48,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     vars(module).update(
         initialize_megatron=lambda args_defaults=None, allow_no_cuda=False: allow_no_cuda,
         build_train_valid_test_data_iterators=lambda provider: provider(),
+        cyclic_iter=cyclic_iter,
     )
     monkeypatch.setitem(sys.modules, "megatron.training", ModuleType("megatron.training"))
     monkeypatch.setitem(sys.modules, TRAINING, module)
@@ -72,6 +78,15 @@ def test_loading_data_leaves_dropouts_generator_where_the_checkpoint_put_it(
     torch.manual_seed(3)
     assert training.build_train_valid_test_data_iterators(draw) == expected
     assert draw() == expected
+
+
+def test_an_epoch_that_begins_leaves_dropouts_generator(training: ModuleType) -> None:
+    """A layer-major step knows where each micro-batch begins by what the step before has drawn."""
+    cpu_training_script.activate()
+    batches = training.cyclic_iter(torch.utils.data.DataLoader([1, 2], batch_size=None))
+    state = torch.get_rng_state()
+    assert [next(batches) for _ in range(5)] == [1, 2, 1, 2, 1]
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_berts_script_finds_layers_without_transformer_engine(training: ModuleType) -> None:
@@ -138,6 +153,14 @@ def test_what_needs_cuda_is_off_by_default_and_flags_still_win() -> None:
 def test_a_parser_without_such_a_flag_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="has no --no-rope-fusion, which a CPU needs"):
         cpu_training_script.set_defaults(parser(has_rope_fusion=False))
+
+
+def test_a_writer_of_checkpoints_that_needs_cuda_is_refused() -> None:
+    """Its process would end with a ZeroDivisionError, by `torch.cuda.device_count()`."""
+    cpu_training_script.check_flags(argparse.Namespace(async_save=True))
+    flags = argparse.Namespace(async_save=True, use_persistent_ckpt_worker=True)
+    with pytest.raises(ConfigurationError, match=r"this machine has none.*drop --async-save"):
+        cpu_training_script.check_flags(flags)
 
 
 def test_the_log_says_which_flags_are_set(

@@ -115,13 +115,20 @@ def test_the_parser_takes_both_kinds_of_flags(
 def test_flags_reach_install_and_stay_plain_for_checkpoints(
     megatron_lm: FakeMegatronLm, script: TrainingScript, installed: dict[str, Any], tmp_path: Path
 ) -> None:
-    parse(megatron_lm, "--activation-offload", "ssd", "--activation-offload-dir", str(tmp_path))
+    flags = (
+        f"--activation-offload ssd --activation-offload-dir {tmp_path} "
+        "--activation-offload-layers 1 --activation-recompute-layers decoder.2 "
+        f"--activation-offload-trace {tmp_path}/trace --activation-memory-report {tmp_path}/report"
+    )
+    parse(megatron_lm, *flags.split())
     assert set_up(megatron_lm) == (megatron_lm.model, "optimizer", "scheduler")
     assert installed["config"].directories == (tmp_path,)
     assert installed["model_chunks"] is megatron_lm.model
     assert installed["num_local_ranks"] == 1 and installed["reserve_bytes"] > 0
     plain = (str, int, float, type(None))
     assert all(isinstance(value, plain) for value in vars(megatron_lm.flags).values())
+    assert megatron_lm.flags.activation_offload_layers == "1"
+    assert megatron_lm.flags.activation_recompute_layers == "decoder.2"
 
 
 class FakeStates:
@@ -233,6 +240,8 @@ ACTIVATIONS = ["--activation-offload", "ssd", "--activation-offload-dir", "."]
 STATES = ["--optimizer-state-offload", "host"]
 PARAMETERS = ["--parameter-offload", "host"]
 UNITS = ["--layer-major-units", "2"]
+LOSS = ["--activation-chunked-loss", "auto"]
+TILES = ["--activation-tiled-mlp", "auto"]
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -261,6 +270,11 @@ UNITS = ["--layer-major-units", "2"]
         # our own flags
         (["--activation-offload", "ssd"], {}, {}, "needs a place on an SSD"),
         ([*ACTIVATIONS[:-1], "/no/such/place"], {}, {}, "/no/such/place"),
+        # what computes in pieces, and flags that look at the whole
+        (LOSS, {"logits_save_dir": "logits"}, {}, "it saves the logits; drop --logits-save-dir"),
+        (LOSS, {"logits_load_dir": "logits"}, {}, "drop --logits-load-dir"),
+        (LOSS, {"save_dgrads_interval": 2}, {}, "what the output layer gives would be missing"),
+        (TILES, {"save_activations_interval": 2}, {}, "it would save one tile of each MLP"),
         # optimizers whose states cannot move
         (
             STATES,

@@ -27,6 +27,19 @@ def add_offload_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
     return parser
 
 
+def make_plain(args: argparse.Namespace) -> None:
+    """Writes what our flags hold as text where it is no number.
+
+    Checkpoints hold the flags. They are read where this package is not installed, and torch reads
+    no class from them that it does not know.
+    """
+    for action in add_offload_arguments(argparse.ArgumentParser())._actions:
+        value = getattr(args, action.dest, None)
+        if value is not None and not isinstance(value, str | int | float):
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            setattr(args, action.dest, text)
+
+
 def config_from_args(args: argparse.Namespace) -> OffloadConfig:
     """The config that the parsed flags ask for. Raises ConfigurationError (a ValueError)."""
     return OffloadConfig.from_args(args)

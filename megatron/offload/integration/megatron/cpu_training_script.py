@@ -14,7 +14,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,6 +89,16 @@ def set_defaults(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(**{name: value for name, value, _ in _DEFAULTS})
 
 
+def check_flags(flags: argparse.Namespace) -> None:
+    """Raises ConfigurationError for Megatron-LM's flags that cannot work on the CPU runtime."""
+    if getattr(flags, "async_save", False) and getattr(flags, "use_persistent_ckpt_worker", False):
+        raise ConfigurationError(
+            "--async-save --use-persistent-ckpt-worker writes checkpoints in a process that needs "
+            "CUDA, and this machine has none: that process would fail, and training wait for it "
+            "for ever; drop --async-save"
+        )
+
+
 def end_groups() -> None:
     """Ends the process groups where the CPU runtime is on; the scripts leave them to the exit.
 
@@ -122,6 +132,17 @@ def _leaving_the_generator(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+class _Epochs:
+    """Batches for which a DataLoader draws no number of dropout's when an epoch begins."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        with torch.random.fork_rng(devices=()):
+            return iter(self._batches)
+
+
 def _table() -> Iterable[Redirection]:
     """What Megatron-LM reaches beyond megatron-core."""
     properties = SimpleNamespace(
@@ -146,6 +167,14 @@ def _table() -> Iterable[Redirection]:
         build_data.name,
         _leaving_the_generator(build_data.find()),
         "draws from the CPU's generator, here also dropout's, after a checkpoint has set it",
+    )
+    cycle = PatchPoint(_TRAINING, "cyclic_iter", ())
+    epochs = cycle.find()
+    yield Redirection(
+        cycle.module,
+        cycle.name,
+        lambda batches: epochs(_Epochs(batches)),
+        "with --dataloader-type cyclic a step in which an epoch begins would draw more numbers",
     )
     bert = "megatron.core.models.bert.bert_layer_specs"
     specs = importlib.import_module(bert)

@@ -87,6 +87,9 @@ ACTIVATIONS = Refusals(
     },
 )
 
+# Megatron-LM writes what hooks of modules see.
+_SAVES = ("save_activations_interval", "save_dgrads_interval")
+
 # With which the logits are needed, or something else makes the loss.
 CHUNKED_LOSS = Refusals(
     "--activation-chunked-loss",
@@ -97,6 +100,9 @@ CHUNKED_LOSS = Refusals(
         "defer_embedding_wgrad_compute": "it keeps the logits' gradients",
         "overlap_moe_expert_parallel_comm": "its schedule runs the output layer by itself",
         "config_logger_dir": "it logs the logits",
+        "logits_save_dir": "it saves the logits",
+        "logits_load_dir": "its loss is made of the logits",
+        **dict.fromkeys(_SAVES, "what the output layer gives would be missing"),
     },
 )
 
@@ -109,6 +115,7 @@ TILED_MLP = Refusals(
         "use_kitchen": _UNTRIED,
         "delay_wgrad_compute": "it needs what a tile saved after the layer's backward pass",
         "overlap_moe_expert_parallel_comm": "its schedule runs parts of a layer by itself",
+        **dict.fromkeys(_SAVES, "it would save one tile of each MLP"),
         **dict.fromkeys(_GRAPHS, "a captured graph has fixed addresses"),
     },
 )

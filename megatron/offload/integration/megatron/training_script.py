@@ -25,7 +25,7 @@ import torch
 from megatron.offload.errors import ConfigurationError, OffloadError
 from megatron.offload.flag import did_you_mean
 from megatron.offload.integration.megatron import cpu_runtime, cpu_training_script
-from megatron.offload.integration.megatron.arguments import add_offload_arguments
+from megatron.offload.integration.megatron.arguments import add_offload_arguments, make_plain
 from megatron.offload.integration.megatron.connect import device_of
 from megatron.offload.integration.megatron.estimate import (
     activation_bytes,
@@ -323,8 +323,9 @@ def _request(flags: argparse.Namespace) -> _Request:
             "replaces all of them; give the model as flags"
         )
     check_measuring(flags)
+    if cpu_runtime.is_active():
+        cpu_training_script.check_flags(flags)
     streams = Requested.from_args(flags)
-    # Checkpoints hold the flags, and are to be read where this package is not installed.
     for name, found in (
         ("activation_offload_dir", streams.activations),
         ("optimizer_state_dir", streams.states),
@@ -333,6 +334,7 @@ def _request(flags: argparse.Namespace) -> _Request:
         setattr(flags, name, ",".join(map(str, found.directories)))
     if streams.activations.plan_file is not None:
         flags.activation_offload_plan = str(streams.activations.plan_file)
+    make_plain(flags)
     if not streams.enabled:
         return _Request(streams)
     LAUNCHER.check(flags)

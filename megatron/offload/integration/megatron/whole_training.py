@@ -35,6 +35,7 @@ from megatron.offload.integration.megatron.parameters import (
     check_model_parameters,
     offload_model_parameters,
 )
+from megatron.offload.integration.megatron.refused import CHUNKED_LOSS, TILED_MLP
 from megatron.offload.layer_major.config import LayerMajorConfig
 from megatron.offload.parameters.config import ParametersConfig
 from megatron.offload.states.config import StatesConfig
@@ -79,11 +80,15 @@ class Requested:
         return self.changes_passes or self.moves
 
     def check_flags(self, args: argparse.Namespace) -> None:
-        """Checks states and parameters against Megatron's flags, before a model is built.
+        """Checks what is asked for against Megatron's flags, before a model is built.
 
         Raises:
             ConfigurationError: they do not fit together.
         """
+        if self.activations.chunks_loss:
+            CHUNKED_LOSS.check(args)
+        if self.activations.tiles_mlps:
+            TILED_MLP.check(args)
         check_model_states(self.states, args)
         check_model_parameters(self.parameters, args)
 
