@@ -104,6 +104,30 @@ def test_a_directory_and_an_optimizer_are_all_that_is_needed(tmp_path: Path) -> 
         assert handle.optimizer_states is None and handle.statistics == {"activations": {}}
 
 
+def test_a_stream_may_say_itself_which_layers_are_meant(tmp_path: Path) -> None:
+    plain, plain_optimizer = made()
+    expected = trained(plain, plain_optimizer)
+    model, optimizer = made()
+    with offload(
+        model,
+        optimizer,
+        tmp_path,
+        activations={**SMALL, "layers": ["layers.*"]},
+        parameters={"layers": ["layers.0", "layers.1"]},
+        layers=["layers.2"],  # of the streams that say nothing
+    ) as handle:
+        assert all(map(torch.equal, trained(model, optimizer, handle), expected))
+        assert handle.activations is not None and handle.parameters is not None
+        assert len(handle.activations.layers) == LAYERS
+        assert handle.parameters.window is not None
+        assert len(handle.parameters.window.units) == 2
+    with offload(
+        model, directory=tmp_path, activations=False, parameters={"units": 2}, layer_major=2
+    ) as handle:
+        assert handle.parameters is not None and handle.parameters.window is not None
+        assert len(handle.parameters.window.units) == 2
+
+
 def test_what_was_opened_before_an_error_is_closed(tmp_path: Path) -> None:
     model = Stack(HIDDEN, LAYERS, MICRO_BATCHES)
     optimizer = torch.optim.LBFGS(model.parameters())
