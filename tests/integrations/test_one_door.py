@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +128,38 @@ def test_a_stream_may_say_itself_which_layers_are_meant(tmp_path: Path) -> None:
         assert len(handle.parameters.window.units) == 2
 
 
+class Strict(torch.nn.Parameter):
+    """Refuses functions of torch that its library has not thought of, as HypLL's parameters do."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.Tensor.is_inference, torch.Tensor.register_post_accumulate_grad_hook):
+            raise TypeError(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_parameters_that_refuse_functions_of_torch_train(tmp_path: Path) -> None:
+    def strict() -> tuple[Stack, torch.optim.Optimizer]:
+        model, _ = made()
+        for layer in model.layers:
+            for module in layer.modules():
+                for name, param in list(module.named_parameters(recurse=False)):
+                    setattr(module, name, Strict(param.detach()))
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    plain, plain_optimizer = strict()
+    expected = trained(plain, plain_optimizer)
+    model, optimizer = strict()
+    again = {**SMALL, "recompute_layers": "all"}
+    with offload(model, optimizer, tmp_path, activations=again, optimizer_states=STATES) as handle:
+        assert all(map(torch.equal, trained(model, optimizer, handle), expected))
+        assert handle.statistics["activations"]["recomputed_layers"] == LAYERS
+        assert handle.statistics["optimizer_states"]["read_bytes"] > 0
+    assert all(map(torch.equal, weights(model), weights(plain)))
+
+
 def test_what_was_opened_before_an_error_is_closed(tmp_path: Path) -> None:
     model = Stack(HIDDEN, LAYERS, MICRO_BATCHES)
     optimizer = torch.optim.LBFGS(model.parameters())
@@ -178,8 +210,8 @@ def test_all_is_closed_though_one_fails(tmp_path: Path, monkeypatch: pytest.Monk
         (lambda model, _: offload_activations(model.optimizer), "AdamW is no torch.nn.Module"),
         (lambda model, _: offload_activations(None), "NoneType is no torch.nn.Module"),
         (lambda model, _: offload_activations([model, 5]), "int is no torch.nn.Module"),
-        (lambda model, at: offload_parameters(None, at), "NoneType is no torch.nn.Module"),
-        (lambda model, _: LayerMajor(model.optimizer), "AdamW is no torch.nn.Module"),
+        (lambda model, at: offload_parameters(None, at), "parameters: NoneType is no torch"),
+        (lambda model, _: LayerMajor(model.optimizer), "layer-major steps: AdamW is no torch"),
         (
             lambda model, at: offload_parameters(model, at, units=100),
             f"layer-major steps: units 100: the model has {LAYERS} layers that can be divided; "
