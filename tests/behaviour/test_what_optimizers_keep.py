@@ -241,6 +241,27 @@ class Scales(Plain):
         super().step(closure)
 
 
+def test_momentum_of_sparse_gradients_stays_in_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train(directory: Path | None) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        tables = [torch.nn.Embedding(10, 4, sparse=True) for _ in range(3)]
+        weights = [table.weight for table in tables]
+        optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
+        if directory is not None:
+            offload_optimizer(optimizer, directory, bucket_bytes=1, window_bytes=0)
+        for step in range(4):
+            for table in tables:
+                table(torch.tensor([step, 2 * step])).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [weight.detach() for weight in weights]
+
+    assert all(map(torch.equal, train(tmp_path), train(None)))
+    assert "of the kind torch.sparse_coo" in caplog.text
+
+
 def test_an_optimizer_without_parameters_is_refused() -> None:
     """A trainer may have one in the place of none."""
     optimizer = Plain([torch.zeros(1)])

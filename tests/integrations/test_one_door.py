@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,62 @@ def test_a_directory_and_an_optimizer_are_all_that_is_needed(tmp_path: Path) -> 
         assert handle.optimizer_states is None and handle.statistics == {"activations": {}}
 
 
+def test_a_stream_may_say_itself_which_layers_are_meant(tmp_path: Path) -> None:
+    plain, plain_optimizer = made()
+    expected = trained(plain, plain_optimizer)
+    model, optimizer = made()
+    with offload(
+        model,
+        optimizer,
+        tmp_path,
+        activations={**SMALL, "layers": ["layers.*"]},
+        parameters={"layers": ["layers.0", "layers.1"]},
+        layers=["layers.2"],  # of the streams that say nothing
+    ) as handle:
+        assert all(map(torch.equal, trained(model, optimizer, handle), expected))
+        assert handle.activations is not None and handle.parameters is not None
+        assert len(handle.activations.layers) == LAYERS
+        assert handle.parameters.window is not None
+        assert len(handle.parameters.window.units) == 2
+    with offload(
+        model, directory=tmp_path, activations=False, parameters={"units": 2}, layer_major=2
+    ) as handle:
+        assert handle.parameters is not None and handle.parameters.window is not None
+        assert len(handle.parameters.window.units) == 2
+
+
+class Strict(torch.nn.Parameter):
+    """Refuses functions of torch that its library has not thought of, as HypLL's parameters do."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.Tensor.is_inference, torch.Tensor.register_post_accumulate_grad_hook):
+            raise TypeError(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_parameters_that_refuse_functions_of_torch_train(tmp_path: Path) -> None:
+    def strict() -> tuple[Stack, torch.optim.Optimizer]:
+        model, _ = made()
+        for layer in model.layers:
+            for module in layer.modules():
+                for name, param in list(module.named_parameters(recurse=False)):
+                    setattr(module, name, Strict(param.detach()))
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    plain, plain_optimizer = strict()
+    expected = trained(plain, plain_optimizer)
+    model, optimizer = strict()
+    again = {**SMALL, "recompute_layers": "all"}
+    with offload(model, optimizer, tmp_path, activations=again, optimizer_states=STATES) as handle:
+        assert all(map(torch.equal, trained(model, optimizer, handle), expected))
+        assert handle.statistics["activations"]["recomputed_layers"] == LAYERS
+        assert handle.statistics["optimizer_states"]["read_bytes"] > 0
+    assert all(map(torch.equal, weights(model), weights(plain)))
+
+
 def test_what_was_opened_before_an_error_is_closed(tmp_path: Path) -> None:
     model = Stack(HIDDEN, LAYERS, MICRO_BATCHES)
     optimizer = torch.optim.LBFGS(model.parameters())
@@ -154,8 +210,8 @@ def test_all_is_closed_though_one_fails(tmp_path: Path, monkeypatch: pytest.Monk
         (lambda model, _: offload_activations(model.optimizer), "AdamW is no torch.nn.Module"),
         (lambda model, _: offload_activations(None), "NoneType is no torch.nn.Module"),
         (lambda model, _: offload_activations([model, 5]), "int is no torch.nn.Module"),
-        (lambda model, at: offload_parameters(None, at), "NoneType is no torch.nn.Module"),
-        (lambda model, _: LayerMajor(model.optimizer), "AdamW is no torch.nn.Module"),
+        (lambda model, at: offload_parameters(None, at), "parameters: NoneType is no torch"),
+        (lambda model, _: LayerMajor(model.optimizer), "layer-major steps: AdamW is no torch"),
         (
             lambda model, at: offload_parameters(model, at, units=100),
             f"layer-major steps: units 100: the model has {LAYERS} layers that can be divided; "

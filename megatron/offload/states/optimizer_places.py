@@ -65,7 +65,8 @@ def usual_states_bytes(
     """
     own = part_of(param)
     tensors = [t for t in optimizer.state.get(param, {}).values() if isinstance(t, torch.Tensor)]
-    if there := sum(part_of(t).nbytes for t in tensors if t.shape == param.shape and t.dim()):
+    tensors = [t for t in tensors if t.shape == param.shape and t.dim()]
+    if there := sum(part_of(t).nbytes for t in tensors if t.layout is torch.strided):
         return there
     if (typed_bytes := typed_states_bytes(optimizer, own)) is not None:
         return typed_bytes
@@ -237,6 +238,8 @@ class OptimizerPlaces:
                 local = local_of(value)
                 if is_traceable_wrapper_subclass(local):
                     self._say_stays(type(local).__name__)
+                elif local.layout is not torch.strided:  # SGD's momentum of sparse gradients
+                    self._say_stays(str(local.layout))
                 else:
                     found[key] = local
         return found

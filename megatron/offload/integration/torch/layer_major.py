@@ -78,7 +78,7 @@ class LayerMajor:
         offload: ActivationOffload | None = None,
         alternates: bool = False,
     ) -> None:
-        check_models((model,))
+        check_models((model,), STEPS_PREFIX)
         if isinstance(units, bool) or not isinstance(units, int | None):
             raise refusal(f"units={units!r} is no number of units; None: each layer is one")
         if not isinstance(alternates, bool):

@@ -157,7 +157,8 @@ def is_strided(tensor: torch.Tensor) -> bool:
 
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor has been changed in place, as far as autograd counts it."""
-    return 0 if tensor.is_inference() else tensor._version
+    with torch._C.DisableTorchFunctionSubclass():  # a subclass may refuse what it does not know
+        return 0 if tensor.is_inference() else tensor._version
 
 
 def nodes_before(begin: int, results: Iterable[torch.Tensor]) -> set[Any]:

@@ -141,7 +141,8 @@ def offload(
         layer_major: `handle.step(micro_batches, loss_of)` runs a step unit by unit, see
             `LayerMajor`; a number: of units, which parameters then move in as well; a dict: of
             `units` and `order`, as the flags have them (`evaluation` is for the flags alone).
-        layers: what counts as a layer, see `offload_activations`.
+        layers: what counts as a layer, see `offload_activations`; of all streams whose settings say
+            nothing else.
 
     Raises:
         ConfigurationError: a directory, a setting, the model or the optimizer cannot work; says
@@ -164,13 +165,13 @@ def offload(
     handle = Offload()
     try:
         if _moves(parameters):  # before the optimizer's states, which follow its units
-            settings = _settings(parameters, directory)
+            settings = {"units": units, "layers": layers, **_settings(parameters, directory)}
             if gradients:
                 settings.setdefault("gradients", "on")
-            handle.parameters = offload_parameters(model, units=units, layers=layers, **settings)
+            handle.parameters = offload_parameters(model, **settings)
         if _moves(activations):
-            settings = _settings(activations, directory)
-            handle.activations = offload_activations(model, layers=layers, **settings)
+            settings = {"layers": layers, **_settings(activations, directory)}
+            handle.activations = offload_activations(model, **settings)
         if optimizer is not None and _moves(optimizer_states):
             settings = _settings(optimizer_states, directory)
             handle.optimizer_states = offload_optimizer(optimizer, **settings)

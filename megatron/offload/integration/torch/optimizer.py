@@ -249,7 +249,10 @@ class OptimizerOffload(Handle):
                 if states is not None:
                     states.prefetch()
 
-            hook = last.register_post_accumulate_grad_hook(prefetch)
+            with (
+                torch._C.DisableTorchFunctionSubclass()
+            ):  # a subclass may refuse what is not its own
+                hook = last.register_post_accumulate_grad_hook(prefetch)
             self._undo.append(hook.remove)
 
 

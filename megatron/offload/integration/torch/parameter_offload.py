@@ -341,7 +341,7 @@ def offload_parameters(
         ConfigurationError: the directory, a setting, the model or its files cannot work; says why.
         OSError: a file of `weights` cannot be read.
     """
-    check_models((model,))
+    check_models((model,), PARAMETERS_PREFIX)
     with ParametersConfig.speaking_of_settings():
         config = ParametersConfig.of_door(directory, mode, settings).resolved()
         found = list(find_layers((model,), layers))

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from megatron.offload.device.cuda import is_graphed
-from megatron.offload.errors import PARAMETERS_PREFIX, ConfigurationError
+from megatron.offload.errors import PARAMETERS_PREFIX, PREFIX, ConfigurationError
 from megatron.offload.layer_set import LayerSet
 
 MODELS = {
@@ -46,28 +46,34 @@ STEP_WRAPPERS = {
 }
 
 
-def check_models(models: Sequence[torch.nn.Module]) -> None:
+def check_models(models: Sequence[torch.nn.Module], prefix: str = PREFIX) -> None:
     """Makes sure that forward hooks can serve these models.
+
+    Args:
+        models: one or several.
+        prefix: of a refusal, that of what was asked for.
 
     Raises:
         ConfigurationError: they cannot, or one of them is offloaded already.
     """
     if not models:
-        raise ConfigurationError("there is no model; give a module or a list of modules")
+        raise ConfigurationError(f"{prefix}there is no model; give a module or a list of modules")
     for model in models:
         if not isinstance(model, torch.nn.Module):
             raise ConfigurationError(
-                f"{type(model).__name__} is no torch.nn.Module; give the model that is trained"
+                f"{prefix}{type(model).__name__} is no torch.nn.Module; give the model that is "
+                "trained"
             )
         if isinstance(model, torch.jit.ScriptModule):
             raise ConfigurationError(
-                f"{type(model).__name__} is a TorchScript module, which takes no Python hooks; "
-                "give the module that it was made of"
+                f"{prefix}{type(model).__name__} is a TorchScript module, which takes no Python "
+                "hooks; give the module that it was made of"
             )
         for one in type(model).__mro__:
             if one.__name__ in MODELS:
                 raise ConfigurationError(
-                    f"{one.__name__} cannot be combined with offload: {MODELS[one.__name__]}"
+                    f"{prefix}{one.__name__} cannot be combined with offload: "
+                    f"{MODELS[one.__name__]}"
                 )
 
 
