@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of torch, on odd trainings
 
 ASKED = os.environ.get("RANDOM_TRAININGS")
 NUM_TOGETHER = 20
-NUM_QUICK, NUM_SLOW = 120, 160
+NUM_QUICK, NUM_SLOW = 120, 200
 FIRST = random.randrange(10**9) if ASKED else 0
 
 # Which limits of the documentation a program may meet: docs/limits.md names the pages.
