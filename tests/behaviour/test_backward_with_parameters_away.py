@@ -182,6 +182,40 @@ def test_a_penalty_on_weights_may_have_a_backward_pass_of_its_own(tmp_path: Path
     assert all(map(torch.equal, found, (one.grad for one in model.parameters())))
 
 
+@pytest.mark.parametrize("is_changed", [False, True])
+@pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
+def test_a_script_goes_on_from_an_error_in_backward(
+    error: type[BaseException], is_changed: bool, tmp_path: Path
+) -> None:
+    """It uses weights before its next forward pass: the layer of the error computes no more."""
+
+    def fail(_: torch.Tensor) -> None:
+        raise error
+
+    def gradients(directory: Path | None) -> list[torch.Tensor | None]:
+        torch.manual_seed(3)
+        model = Net()
+        handles = [offload_parameters(model, directory)] if directory is not None else []
+        model.layers[-1].register_forward_hook(
+            lambda _, __, result: result.register_hook(fail) and None, always_call=False
+        )
+        with pytest.raises(error):
+            model(batch(0)).backward()
+        model.layers[-1]._forward_hooks.popitem()
+        model.zero_grad()
+        if is_changed:
+            model.layers[-1].up.weight.data.mul_(0.5)
+            model(batch(1)).backward()
+        else:
+            penalty = sum(one.square().sum() for one in model.parameters())
+            (model(batch(1)) + penalty).backward()
+        for handle in handles:
+            handle.close()
+        return [one.grad for one in model.parameters()]
+
+    assert all(map(torch.equal, gradients(tmp_path), gradients(None)))
+
+
 def test_gradients_that_are_nan_by_themselves_are_no_error(tmp_path: Path) -> None:
     model = Net()
     with offload_parameters(model, tmp_path):

@@ -109,7 +109,7 @@ WAYS: dict[str, Callable[[torch.nn.Parameter], Any]] = {
     "numpy": _numpy,
 }
 MOMENTS = ("after backward", "between", "after the step", "after evaluation", "forgotten")
-DOORS = ("parameters", "parameters states")
+DOORS = ("parameters", "parameters states", "parameters activations")
 WHERE = ((0, "gate"), (3, "up.weight"), (5, "up.weight"))  # one of them in each step
 Outcome = tuple[list[str], dict[str, torch.Tensor]]  # what autograd says, and weights at the end
 
@@ -164,11 +164,13 @@ def expected(way: str | None, moment: str) -> Outcome:
 
 
 def _cases() -> Iterator[Any]:
-    """All of them; with states on a tier each way and each moment at least once without --slow."""
+    """All; of more than parameters each way and each moment at least once without --slow."""
     for door, (number, way), (place, moment) in itertools.product(
         DOORS, enumerate(WAYS), enumerate(MOMENTS)
     ):
-        is_slow = "states" in door and (number + place) % len(MOMENTS)
+        if door == "parameters activations" and moment == "between":
+            continue  # an error as well, but of the offload of activations
+        is_slow = door != "parameters" and (number + place) % len(MOMENTS)
         yield pytest.param(door, way, moment, marks=[pytest.mark.slow] if is_slow else [])
 
 

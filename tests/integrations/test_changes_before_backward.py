@@ -624,3 +624,35 @@ def test_an_mlp_over_tiles_has_the_gradients_of_the_parameters_that_it_was_calle
     assert found.keys() == expected.keys() and len(found) == 8
     for name, one in expected.items():
         torch.testing.assert_close(found[name], one)
+
+
+class Counting(torch.nn.Module):
+    """Hands on by attributes what the model takes away before backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = torch.nn.Linear(8, 8)
+        self.count = 0
+        self.seen: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.seen.append(self.count)
+        self.penalty = self.project(x).square().mean()
+        return x + torch.tanh(self.project(x))
+
+
+def test_what_is_again_as_before_a_layer_ran_stays_so_when_it_runs_again(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    layers = torch.nn.Sequential(*(Counting() for _ in range(3)))
+    handle = offload_activations(layers, tmp_path, layers=["Counting"], recompute_layers="all")
+    with handle:
+        loss = layers(torch.randn(4, 8)).sum()
+        loss = loss + sum(vars(one).pop("penalty") for one in layers)
+        for one in layers:
+            one.count = 0
+            one.seen.clear()
+        loss.backward()
+        assert handle.statistics["recomputed_layers"] >= 2
+    for one in layers:
+        assert (one.count, one.seen, hasattr(one, "penalty")) == (0, [], False)

@@ -14,7 +14,9 @@ once. So is a conversion to what the parameter is already (`model.to(device)`).
 Note [What autograd saves of one that is away]
 Autograd saves a parameter that is an operation's argument, and reads it in the backward pass, when
 its unit may be away again. A penalty on weights does this. A mapped parameter keeps its values for
-every holder, so autograd saves it as it is; of one in memory it saves a copy.
+every holder, so autograd saves it as it is; of one in memory it saves a copy. A transform of
+torch.func has no hooks for that: there it saves a view, with which the unit stays in memory
+(`handed_out.py`).
 
 Note [Written through data]
 A layer may write its own weights in its forward: an ActNorm sets them from its first batch, others
@@ -32,9 +34,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron.offload.errors import PARAMETERS_PREFIX, OffloadError
+from megatron.offload.machine.transform import in_transform
 
 # Attributes that read its bytes.
 _VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
@@ -159,6 +162,9 @@ class OffloadedParameter(_OfUnit):
                 return own[0]._replacement(func(*args, **kwargs))
             if not torch.is_grad_enabled():
                 return func(*args, **kwargs)
+            if in_transform():
+                args, kwargs = tree_map_only(cls, _view, (args, kwargs))
+                return func(*args, **kwargs)
             kept = {one.untyped_storage()._cdata: stay[id(one)] for one in own}
             pack = functools.partial(_pack, kept)
             with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
@@ -216,6 +222,10 @@ def arrive(param: torch.nn.Parameter) -> None:
         param.__class__ = torch.nn.Parameter  # type: ignore[assignment]
         for name in _OURS:
             vars(param).pop(name, None)
+
+
+def _view(param: torch.Tensor) -> torch.Tensor:
+    return param.view_as(param)
 
 
 def _show(param: OffloadedParameter) -> bool:

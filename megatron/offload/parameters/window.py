@@ -29,6 +29,7 @@ from megatron.offload.errors import (
     OffloadError,
 )
 from megatron.offload.machine.own_process import OwnProcess
+from megatron.offload.machine.transform import outside_of_transforms
 from megatron.offload.moving.only_copy import OnlyCopy
 from megatron.offload.moving.order import live_units
 from megatron.offload.moving.storage import Where
@@ -137,6 +138,7 @@ class ParameterWindow:
 
     # -- While layers compute -------------------------------------------------------------------
 
+    @outside_of_transforms
     def use(self, number: int, direction: int, *, unread: Container[int] = ()) -> None:
         """Brings a unit to memory and reads ahead.
 
@@ -181,6 +183,7 @@ class ParameterWindow:
                 self.units[other].begin_read()
         self.copies.note_peak()
 
+    @outside_of_transforms
     def set_aside(self, numbers: Iterable[int] | None = None) -> None:
         """Layers have computed: a use of their parameters before the next time is noticed.
 
@@ -304,6 +307,7 @@ class ParameterWindow:
         for number in range(len(self.units)):
             self.show(number)
 
+    @outside_of_transforms
     def show(self, number: int) -> bool:
         """`expose` for one unit; a use of one of its parameters calls this.
 
@@ -330,6 +334,7 @@ class ParameterWindow:
         self.copies.note_peak()
         return unit.where is Where.ON_TIER
 
+    @outside_of_transforms
     def show_to_load(self, number: int) -> None:
         """Shows a unit whose parameters are to be overwritten: in memory, not mapped.
 
@@ -365,6 +370,7 @@ class ParameterWindow:
         """The parameters of a layer have been overwritten."""
         self._loading = -1
 
+    @outside_of_transforms
     def conceal(self) -> None:
         """Ends `expose`; takes over what was changed or replaced meanwhile."""
         while self._shown:

@@ -65,14 +65,19 @@ def usual_states_bytes(
     """
     own = part_of(param)
     tensors = [t for t in optimizer.state.get(param, {}).values() if isinstance(t, torch.Tensor)]
-    tensors = [t for t in tensors if t.shape == param.shape and t.dim()]
-    if there := sum(part_of(t).nbytes for t in tensors if t.layout is torch.strided):
+    local = [part_of(t) for t in tensors if t.shape == param.shape and t.dim()]
+    if there := sum(t.nbytes for t in local if has_own_bytes(t)):
         return there
     if (typed_bytes := typed_states_bytes(optimizer, own)) is not None:
         return typed_bytes
     if "momentum" in group:
         return own.nbytes if group["momentum"] else 0
     return own.nbytes * (3 if group.get("amsgrad") else 2)
+
+
+def has_own_bytes(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one range of memory: no wrapper of others, and not sparse."""
+    return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
 
 
 class OptimizerPlaces:
@@ -236,12 +241,11 @@ class OptimizerPlaces:
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dim():
                 local = local_of(value)
-                if is_traceable_wrapper_subclass(local):
-                    self._say_stays(type(local).__name__)
-                elif local.layout is not torch.strided:  # SGD's momentum of sparse gradients
-                    self._say_stays(str(local.layout))
-                else:
+                if has_own_bytes(local):
                     found[key] = local
+                else:
+                    is_sparse = type(local) is torch.Tensor
+                    self._say_stays(str(local.layout) if is_sparse else type(local).__name__)
         return found
 
     def _say_stays(self, kind: str) -> None:

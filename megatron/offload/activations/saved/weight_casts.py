@@ -26,8 +26,8 @@ Note [No weak references to parameters]
 `torch.utils.swap_tensors` refuses a tensor that a weak reference exists of, and `Module.to`,
 `load_state_dict` and parametrizations swap parameters that are of a subclass, or all of them
 (`torch.__future__.set_swap_module_params_on_conversion`). So we know a parameter by its address and
-by its storage, to which a weak reference does no harm. Of a parameter on a tier we do have a weak
-reference: only `offload_parameters` gives it other memory.
+by its storage, to which a weak reference does no harm. A parameter on a tier has no such storage.
+We hold that parameter itself, until the next step begins.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Weight(NamedTuple):
     version: int
     shape: torch.Size
     storage: StorageReference | None  # None: a hook of its layer reads the parameter from a tier
-    away: weakref.ref[torch.nn.Parameter] | None  # the parameter, if it is on a tier
+    away: torch.nn.Parameter | None  # the parameter, if it is on a tier
 
 
 class WeightCasts:
@@ -96,7 +96,7 @@ class WeightCasts:
                 if not is_away(one):
                     storage = StorageReference(one.untyped_storage())
                 elif hasattr(one, _IS_PLAIN):
-                    away = weakref.ref(one)
+                    away = one
                 else:  # a subclass of others, whose casts `find` leaves alone
                     continue
                 self._weights[id(one)] = _Weight(one._version, one.shape, storage, away)
@@ -120,7 +120,9 @@ class WeightCasts:
             return None
         param: Any = getattr(node.next_functions[0][0], "variable", None)  # of its accumulator
         weight = self._weights.get(id(param))
-        if weight is None or (weight.away is not None and weight.away() is not param):
+        if weight is None:
+            return None
+        if weight.away is not None and not (weight.away is param and hasattr(param, _IS_PLAIN)):
             return None
         if cast.device == param.device and not (
             autocast_depth() > 0 and cast.dtype is torch.get_autocast_dtype(self._device.type)

@@ -244,9 +244,12 @@ class AttributeSnapshot:
         contents = [(one, _each(content, found)) for one, content in self._containers]
         contents += self._of_torch
         changed = [(one, before) for one, before in contents if not _holds_the_same(one, before)]
-        containers = [(one, one.copy()) for one, _ in changed]
-        differing = [(now, _differing(now, _each(all_, found))) for now, all_ in self._attributes]
-        attributes = [
+        resolved = [(now, _each(before, found)) for now, before in self._attributes]
+        differing = [(now, _differing(now, before)) for now, before in resolved]
+        # As they are now, which the second run may change too where they are as before: what the
+        # model has taken away or put back since.
+        containers = [*contents, *((one, one.copy()) for one, _ in changed)]
+        attributes = resolved + [
             (now, {name: now.get(name, _ABSENT) for name in before}) for now, before in differing
         ]
         frozen = [one[1:] for one in self._wants_gradient if one[1].requires_grad is not one[2]]
@@ -266,7 +269,8 @@ class AttributeSnapshot:
             for now, present in attributes:
                 _set(now, present)
             for container, content in containers:
-                _fill(container, content)
+                if not _holds_the_same(container, content):
+                    _fill(container, content)
             for parameter, wanted in frozen:
                 parameter.requires_grad_(not wanted)
 

@@ -7,11 +7,16 @@ gradient so, and so do adjoints of equations. That pass comes through layers, of
 and brings these. The pass around it goes on within the layer that it was in, and autograd tells
 nothing of that. So the unit of that layer comes again when the pass within has ended. The same of a
 layer whose forward asks for a gradient.
+
+Note [A pass that an error ends]
+Autograd calls back at the end of a pass, but not of one that an error ends. A script that catches
+the error may use parameters before its next forward pass, and the layer that the pass had come to
+does not compute any more. Autograd drops the callback in both cases, which `_Ending` notices; on an
+accelerator this may be a little after the script has caught the error.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -55,11 +60,12 @@ class BackwardPasses:
         self._passes, is_new = self._around(now), all(one != now for one, _ in self._passes)
         self._passes.append((now, number))
         if is_new:
-            end = functools.partial(self._end, now)
-            torch.autograd.Variable._execution_engine.queue_callback(end)
+            torch.autograd.Variable._execution_engine.queue_callback(_Ending(self, now))
 
-    def _end(self, ended: int) -> None:
-        """A pass has ended; see the Note."""
+    def end(self, ended: int) -> None:
+        """A pass has ended; see the Notes."""
+        if all(one != ended for one, _ in self._passes):  # known, or a forward pass runs since
+            return
         self._passes = self._around(ended)
         self._window.set_aside()
         if self._passes:
@@ -71,6 +77,20 @@ class BackwardPasses:
         """The passes that one runs in."""
         known = [number for number, _ in self._passes]
         return self._passes[: known.index(one)] if one in known else self._passes
+
+
+class _Ending:
+    """Says when a pass ends. Held by autograd alone: Note [A pass that an error ends]."""
+
+    def __init__(self, passes: BackwardPasses, number: int) -> None:
+        self._passes, self._number = passes, number
+
+    def __call__(self) -> None:
+        """The pass has come to its end."""
+        self._passes.end(self._number)
+
+    def __del__(self) -> None:
+        self._passes.end(self._number)
 
 
 def hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:

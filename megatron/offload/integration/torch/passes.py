@@ -43,12 +43,12 @@ from megatron.offload.integration.torch.surroundings import (
     compiles_backward,
     frame_of_module_call,
     in_backward,
-    in_transform,
     is_recorded,
     is_running,
 )
 from megatron.offload.integration.training_steps import TrainingSteps
 from megatron.offload.layer_major.pausable_call import running_call
+from megatron.offload.machine.transform import in_transform
 
 logger = logging.getLogger(__name__)
 

@@ -14,6 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack
 
+from megatron.offload.machine.transform import in_transform
+
 
 def can_hook() -> bool:
     """Whether autograd takes hooks here: not in a backward pass, nor in a torch.func transform."""
@@ -27,11 +29,6 @@ def compiles_backward() -> bool:
     """Whether compiled autograd takes the next backward pass."""
     compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
     return getattr(compiled_autograd, "compiled_autograd_enabled", False)
-
-
-def in_transform() -> bool:
-    """Whether a transform of torch.func is under way."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_recorded() -> bool:
