@@ -16,6 +16,7 @@ from megatron.offload.integration.torch.parameter_offload import ParameterOffloa
 from megatron.offload.parameters.offloaded_parameter import OffloadedParameter
 from tests.behaviour.test_gradient_offload import weights_leave_alone
 from tests.behaviour.test_layer_major_steps import LAYERS, Language, micro_batches
+from tests.behaviour.test_parameters_that_others_write import Net, batch
 from tests.support.layer_major import one_by_one
 
 __all__ = ["weights_leave_alone"]  # a fixture for all tests
@@ -298,3 +299,36 @@ def test_a_step_that_runs_another_optimizers_keeps_its_parameters(tmp_path: Path
                 outer.step()
         models.append(model)
     assert same_weights(*models)
+
+
+@pytest.mark.parametrize("kind", ["raises", "replaces"])
+def test_weights_may_be_used_between_a_step_that_a_hook_changes_and_the_next_pass(
+    kind: str, tmp_path: Path
+) -> None:
+    """A hook raises, or gives the step new arguments; then there is a penalty on weights."""
+
+    def change(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if kind == "raises":
+            raise ArithmeticError
+        return args, dict(kwargs)
+
+    def gradients(directory: Path | None) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer.register_step_pre_hook(change)
+        handle = None if directory is None else offload_parameters(model, directory, live_units=2)
+        found = []
+        for number in range(3):
+            penalty = sum(one.square().sum() for one in model.parameters())
+            (model(batch(number)) + penalty).backward()
+            with contextlib.suppress(ArithmeticError):
+                optimizer.step()
+            found += [one.grad.clone() for one in model.parameters()]
+            found += [one.detach().clone() for one in model.parameters()]
+            optimizer.zero_grad()
+        if handle is not None:
+            handle.close()
+        return found
+
+    assert all(map(torch.equal, gradients(tmp_path), gradients(None)))

@@ -11,6 +11,10 @@ layer or the next step of that optimizer: parameters that it updated are marked 
 and gradients stay, so that the caller may try again. A step may also call the steps of other
 optimizers, whose units push its own out of memory; `_after_step` brings these back.
 
+A script that has caught the error may use parameters before that, in graphs that live on. torch has
+the keyword arguments of a step in its frame, which ends when the error has been handled. So those
+that we return notice it (`_Keywords`).
+
 Note [Closures]
 A closure runs forward and backward within the step: units come and go, and gradients are made. So
 the step begins once more after each call of the closure.
@@ -19,6 +23,7 @@ the step begins once more after each call of the closure.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -94,7 +99,12 @@ class OptimizerSteps:
             kwargs = kwargs | {"closure": self._around(optimizer, kwargs["closure"])}
         elif len(args) > 1 and callable(args[1]):
             args = (args[0], self._around(optimizer, args[1]), *args[2:])
-        return args, kwargs
+        return args, _Keywords(kwargs, functools.partial(self._end_keywords, self._open[optimizer]))
+
+    def _end_keywords(self, step: contextlib.ExitStack) -> None:
+        """A step has raised, or has come to its end before, or others gave it new keywords."""
+        if any(one is step for one in self._open.values()):
+            self._window.set_aside()  # a use of parameters is noticed again, also by that step
 
     def _around(
         self, optimizer: torch.optim.Optimizer, closure: Callable[..., Any]
@@ -124,6 +134,22 @@ class OptimizerSteps:
     def _params_of(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         params = [p for group in optimizer.param_groups for p in group["params"]]
         return [p for p in params if self._window.has(p) and not _is_left_alone(p)]
+
+
+class _Keywords(dict[str, Any]):
+    """The keyword arguments of a step, which end with it: Note [Steps that do not end].
+
+    Args:
+        given: to the step.
+        end: is called then.
+    """
+
+    def __init__(self, given: dict[str, Any], end: Callable[[], None]) -> None:
+        super().__init__(given)
+        self._end = end
+
+    def __del__(self) -> None:
+        self._end()
 
 
 def _is_left_alone(param: torch.Tensor) -> bool:
