@@ -18,6 +18,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from check.gpu.parity import deterministic, same_bits
+from check.gpu_day.convolutions import make_convolutions
 from check.gpu_day.job import Skip
 from check.gpu_day.models import add_adapters, make_model, make_tokens
 from check.gpu_day.settings import Settings, Shape
@@ -47,8 +48,8 @@ class Door:
         trainer: transformers' Trainer trains, and `OffloadCallback` is the door.
         tiled: MLPs run over tiles of tokens, in the training without as well.
         codec: of `offload_parameters`; the training without rounds the same weights in memory.
-        model: `compiled`, `reduce-overhead`, `checkpointing`, `ddp`, `fsdp2` or `adapters`: with
-            the door and without.
+        model: `compiled`, `reduce-overhead`, `checkpointing`, `ddp`, `fsdp2` or `adapters`; or
+            convolutions, `channels first` or `channels last`: with the door and without.
     """
 
     activations: str | None = None
@@ -68,6 +69,7 @@ class Door:
         return replace(Door(), **{name: getattr(self, name) for name in _IN_BOTH})
 
 
+_CONVOLUTIONS = ("channels first", "channels last")
 _IN_BOTH = ("trainer", "tiled", "codec", "model")
 
 DOORS: dict[str, Door] = {
@@ -77,6 +79,8 @@ DOORS: dict[str, Door] = {
     "activations on both": Door("tiered", {"replay": "off"}),
     "replay": Door("keep"),
     "replay and activations on host": Door("host"),
+    "replay of convolutions": Door("keep", model="channels first"),
+    "replay of convolutions, channels last": Door("keep", model="channels last"),
     "recomputed with inputs on host": Door(
         "host", {"recompute_layers": "all", "recompute_input": "host"}
     ),
@@ -160,7 +164,11 @@ def _train(
 def _with_loop(
     door: Door, shape: Shape, settings: Settings
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    plain = make_model(shape, settings.device)
+    if door.model in _CONVOLUTIONS:
+        is_last = door.model == "channels last"
+        plain: Any = make_convolutions(shape, settings.device, channels_last=is_last)
+    else:
+        plain = make_model(shape, settings.device)
     if door.model == "adapters":
         plain = add_adapters(plain, shape)
     if door.codec != "off" and door.parameters is None:
