@@ -218,7 +218,7 @@ class Reader:
         and the result stays until the nodes that saved it have run.
         """
         if not self._device.is_host:
-            self._use_operands(recipe, operands)
+            self._use_operands(recipe, [*operands, recipe.sample])
         computed = self._device.room.read(lambda: recipe.run(list(operands)))
         is_last = recipe.frees and recipe.is_exact and _is_last_backward()
         memory = record.replayed(computed.untyped_storage(), is_last)
