@@ -168,8 +168,9 @@ def _cases() -> Iterator[Any]:
     for door, (number, way), (place, moment) in itertools.product(
         DOORS, enumerate(WAYS), enumerate(MOMENTS)
     ):
-        if door == "parameters activations" and moment == "between":
-            continue  # an error as well, but of the offload of activations
+        is_refused = moment == "between" or (way, moment) == ("swap_tensors", "forgotten")
+        if door == "parameters activations" and is_refused:
+            continue  # by autograd, for what it has saved; that is with the offload of activations
         is_slow = door != "parameters" and (number + place) % len(MOMENTS)
         yield pytest.param(door, way, moment, marks=[pytest.mark.slow] if is_slow else [])
 

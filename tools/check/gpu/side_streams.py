@@ -22,7 +22,13 @@ from check.gpu.ordering import MODES
 from check.gpu.parity import check_model, deterministic, same_bits
 from check.gpu.result import Section
 from check.gpu.settings import Settings, settle
-from megatron.offload import ConfigurationError, OffloadConfig, OffloadEngine, Scope
+from megatron.offload import (
+    ChangedInPlaceError,
+    ConfigurationError,
+    OffloadConfig,
+    OffloadEngine,
+    Scope,
+)
 from megatron.offload.device.open import open_device
 from megatron.offload.sizes import MIB
 
@@ -147,7 +153,11 @@ def compare(settings: Settings, mode: str) -> tuple[int, int, int]:
             generator = torch.Generator().manual_seed(settings.seed + seed)
             start = torch.randn(num_values, generator=generator).to(settings.device)
             wanted = layers.gradient(start, None)
-            found = layers.gradient(start, engine)
+            try:
+                found = layers.gradient(start, engine)
+            except ChangedInPlaceError:  # a sample of what is computed again has shown it
+                wrong += 1
+                continue
             wrong += not same_bits(found, wanted)
             moved += engine.statistics.offloaded_bytes
     finally:
