@@ -432,6 +432,19 @@ def test_batch_norms_and_activations_in_place_are_computed_again(
     assert unreplayed.keys() <= {"Convolution", "no operation with a gradient"}
 
 
+def test_a_norm_of_single_values_is_saved(make_engine):
+    """There, too, a CPU's bits depend on the number of threads."""
+
+    def gradients(engine: OffloadEngine | None) -> list[Tensor]:
+        norm = nn.BatchNorm1d(64)
+        return train(engine, "context", between(lambda x: F.relu(norm(x))), weights, norm)
+
+    engine = make_engine()
+    assert all(map(torch.equal, gradients(engine), gradients(None)))
+    is_saved = torch.empty(0).device.type == "cpu"
+    assert (engine.statistics.replayed_bytes == 0) or not is_saved
+
+
 NORMS: dict[str, Callable[[], nn.Module]] = {
     "batch": lambda: nn.BatchNorm2d(16, affine=False),
     "group": lambda: nn.GroupNorm(4, 16, affine=False),

@@ -151,11 +151,11 @@ def _batch_norm(
     CUDA has a kernel for saved statistics.
 
     Raises:
-        OffloadError: as `_group_norm`.
+        OffloadError: as `_group_norm`; where a channel has one value a sample, channels come last.
     """
     if one.is_cuda:
         return torch.batch_norm_elemt(one, weight, bias, mean, rstd, eps)
-    _require_contiguous(one)
+    _require_contiguous(one, is_last=one.stride(1) == 1)
     return torch.native_batch_norm(one, weight, bias, None, None, True, 0.0, eps)[0]
 
 
@@ -171,8 +171,8 @@ def _batch_norm_evaluated(
     return torch.native_batch_norm(one, weight, bias, mean, variance, False, 0.0, eps)[0]
 
 
-def _require_contiguous(one: torch.Tensor) -> None:
-    if not one.is_contiguous():
+def _require_contiguous(one: torch.Tensor, *, is_last: bool = False) -> None:
+    if is_last or not one.is_contiguous():
         raise OffloadError("the bits of the norm depend on the number of threads")
 
 
