@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron.offload import ChangedInPlaceError, OffloadEngine, offload_activations
 from megatron.offload.activations.saved.recipe_search import RecipeSearch
-from megatron.offload.activations.saved.replayable_nodes import operation_of
+from megatron.offload.activations.saved.replayable_nodes import lacks, operation_of
 from tests.behaviour.test_replay import (
     SHAPE,
     WAYS,
@@ -604,6 +604,18 @@ def test_what_is_written_over_before_the_next_save_is_not_computed_again(tmp_pat
         return gradients_behind(lambda: Normed(activation=written), directory, change=change)
 
     assert all(map(torch.equal, train(tmp_path), train(None)))
+
+
+def test_a_node_that_was_freed_says_nothing_of_its_result(engine):
+    """Nor of what it was given: torch shows nothing where there was something."""
+    available = engine.hooks.recipes.available
+    x, weight = leaf(), torch.ones(48)
+    result, normed = (x * 2).relu_(), F.layer_norm(x, [48], weight)
+    assert available.is_as_made(result, result.grad_fn)
+    assert not lacks(normed.grad_fn, "weight") and lacks(normed.grad_fn, "bias")
+    (result.sum() + normed.sum()).backward()
+    assert not available.is_as_made(result, result.grad_fn)
+    assert not lacks(normed.grad_fn, "weight") and lacks(normed.grad_fn, "bias")
 
 
 def test_a_bias_that_a_norm_was_not_given_is_not_added(tmp_path):

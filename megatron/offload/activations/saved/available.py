@@ -42,7 +42,7 @@ import torch
 
 from megatron.offload.activations.saved.autograd_graph import node_of, origin_of
 from megatron.offload.activations.saved.norms import Norms
-from megatron.offload.activations.saved.replayable_nodes import operation_of
+from megatron.offload.activations.saved.replayable_nodes import lacks, operation_of
 from megatron.offload.activations.saved.resident import ResidentTensor
 from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.activations.saved.view import SavedView
@@ -123,10 +123,9 @@ class AvailableTensors:
         """
         if tensor._is_view():
             return False
-        raw = getattr(node, _RESULT, None)
-        if raw is None:
+        if not hasattr(node, _RESULT):
             return tensor._version == 1 and self._has_copied_its_input(node)
-        if raw.unpack_hook is None and raw.data is None:  # it is saving it now
+        if lacks(node, "result"):  # it is saving it now
             return True
         held = self.held_by(node, "result")
         return not (held is None or isinstance(held, WeightCast)) and (

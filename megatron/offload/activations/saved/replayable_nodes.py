@@ -276,8 +276,8 @@ def lacks(node: Any, name: str) -> bool:
     """Whether an operation was given no tensor of that name."""
     try:
         raw = getattr(node, "_raw_saved_" + name)
-        return raw.unpack_hook is None and raw.data is None
-    except RuntimeError:  # freed
+        return raw.unpack_hook is None and getattr(node, "_saved_" + name) is None
+    except RuntimeError:  # freed, or changed in place
         return False
 
 
