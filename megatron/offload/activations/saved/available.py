@@ -22,7 +22,8 @@ Note [Activations in place]
 `relu_` writes its result over its input, and a later operation may write over it in turn, unseen by
 the graph. But a node that saves its own result has it as it made it. So where a tensor has the
 version that its node has saved, the node says what it is. Others (`silu_`) save a copy of their
-input, which an operation that gives a tensor of its own does not: its first change was theirs.
+input; out of place they save the input itself. So a node with such a copy has written to its
+tensor, and if that was written to once, no other operation has.
 
 Note [Parameters that are taken back]
 ZeRO 3 gathers a parameter for the module that has it and frees its memory when the module has run:
@@ -91,7 +92,7 @@ class AvailableTensors:
         self._compared: dict[tuple[Any, ...], bool] = {}
         self._unpack = unpack
         self.results: dict[Edge, Held] = {}
-        self.changed: set[Edge | None] = set()
+        self.changed: set[Edge] = set()
         self._taken_back: set[int] = set()  # parameters, by address
         # Note [Results of modules]
         self._returned: dict[Edge, weakref.ref[torch.Tensor]] = {}
@@ -106,7 +107,8 @@ class AvailableTensors:
             self.forget()
             self.scope = scope
         if not is_as_made:
-            self.changed.add(edge)
+            if edge is not None:  # else a parameter
+                self.changed.add(edge)
         else:
             if edge is not None:
                 self.results[edge] = held

@@ -366,7 +366,7 @@ def _recipe(program: Program, search: RecipeSearch, *, is_sampled: bool = False)
         search.parameter_bytes,
         is_exact=is_exact,
         frees=bool(search.saved),
-        sample=program.sample_of(search.target).clone() if is_sampled else None,
+        sample=program.sample_of(search.target).clone() if is_sampled and is_exact else None,
     )
 
 
