@@ -159,16 +159,11 @@ def _batch_norm(
     return torch.native_batch_norm(one, weight, bias, None, None, True, 0.0, eps)[0]
 
 
-def _batch_norm_evaluated(
-    one: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    mean: torch.Tensor,
-    variance: torch.Tensor,
-    eps: float,
-) -> torch.Tensor:
+def _batch_norm_evaluated(*operands: Any) -> torch.Tensor:
     """Batch norm by the statistics that have run on, as in evaluations and frozen layers."""
-    return torch.native_batch_norm(one, weight, bias, mean, variance, False, 0.0, eps)[0]
+    *tensors, eps = operands
+    result: torch.Tensor = torch.ops.aten.native_batch_norm(*tensors, False, 0.0, eps)[0]
+    return result
 
 
 def _require_contiguous(one: torch.Tensor, *, is_last: bool = False) -> None:
