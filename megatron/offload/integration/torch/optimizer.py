@@ -249,9 +249,8 @@ class OptimizerOffload(Handle):
                 if states is not None:
                     states.prefetch()
 
-            with (
-                torch._C.DisableTorchFunctionSubclass()
-            ):  # a subclass may refuse what is not its own
+            # A subclass may refuse what is not its own.
+            with torch._C.DisableTorchFunctionSubclass():
                 hook = last.register_post_accumulate_grad_hook(prefetch)
             self._undo.append(hook.remove)
 
