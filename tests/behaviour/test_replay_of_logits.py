@@ -19,7 +19,8 @@ from megatron.offload.activations.saved import recipe
 from megatron.offload.activations.saved.available import AvailableTensors
 from megatron.offload.activations.saved.norms import Norms
 from megatron.offload.activations.saved.recipe import Layout, Program, Step
-from megatron.offload.activations.saved.replayable_nodes import operation_of, steps_of_a_row
+from megatron.offload.activations.saved.replay_operations import steps_of_a_row
+from megatron.offload.activations.saved.replayable_nodes import operation_of
 from megatron.offload.errors import ChangedInPlaceError
 
 VOCABULARY, TOKENS, SIZE = 64, 24, 16

@@ -168,7 +168,7 @@ def test_a_weight_that_others_hold_is_not_taken_for_none(engine):
     node = result.grad_fn
     node._raw_saved_weight.register_hooks(lambda one: one, lambda one: one)
     search = RecipeSearch(engine.hooks.recipes.available, result, fail)
-    assert search.result((node, 0), is_target=True) is None
+    assert search.target_of((node, 0)) is None
 
 
 def fail(_: Tensor) -> Any:

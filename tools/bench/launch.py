@@ -133,7 +133,13 @@ def train_door(args: argparse.Namespace) -> Steps:
         watch(account, stack)
         watch_moving(stack)
         handle = stack.enter_context(
-            offload_activations(moved, args.dir, mode=args.mode, min_bytes=_MIN_BYTES)
+            offload_activations(
+                moved,
+                args.dir,
+                mode=args.mode,
+                min_bytes=_MIN_BYTES,
+                replay=args.replay == "on",
+            )
         )
 
         def wait_for_writes() -> None:
@@ -387,6 +393,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, default=2, help=default)
     parser.add_argument("--mode", choices=("ssd", "host"), default="ssd", help=default)
     parser.add_argument("--device", default="cpu", help=f"of the door's model; {default}")
+    parser.add_argument(
+        "--replay", choices=("on", "off"), default="on", help=f"of the door; {default}"
+    )
     parser.add_argument("--dir", type=Path, default=ROOT / "runs/offload", help="on an SSD")
     parser.add_argument("--base", type=Path, help="a checkout to compare with")
     parser.add_argument("--rounds", type=int, default=5, help=f"with --base; {default}")

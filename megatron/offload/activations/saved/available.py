@@ -43,7 +43,11 @@ import torch
 
 from megatron.offload.activations.saved.autograd_graph import node_of, origin_of
 from megatron.offload.activations.saved.norms import Norms
-from megatron.offload.activations.saved.replayable_nodes import lacks, operation_of
+from megatron.offload.activations.saved.replayable_nodes import (
+    constants_of,
+    lacks,
+    operation_of,
+)
 from megatron.offload.activations.saved.resident import ResidentTensor
 from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.activations.saved.view import SavedView
@@ -150,6 +154,24 @@ class AvailableTensors:
             held = self.held_by(node, "result")
         return held
 
+    def twin_of(self, edge: Edge) -> Held | None:
+        """What is held of another result that the same operation has made of the same tensors."""
+        node, _ = edge
+        operation, edges = operation_of(node), node.next_functions
+        if operation is None or operation.inputs != (None,) * len(edges):
+            return None
+        if any(one is None for one, _ in edges):  # such as a scalar
+            return None
+        for other, held in self.results.items():
+            if (
+                type(other[0]) is type(node)
+                and other != edge
+                and other[0].next_functions == edges
+                and constants_of(other, operation) == constants_of(edge, operation)
+            ):
+                return held
+        return None
+
     def lacks(self, held: Held) -> bool:
         """Whether an operand is a parameter without memory: Note [Parameters that are taken back].
 
@@ -229,6 +251,23 @@ class AvailableTensors:
             if one is None:
                 return None
             found.append(one)
+        return found
+
+    def held_in_list(self, node: Any, name: str) -> list[Held | None] | None:
+        """Likewise, of a list that a node saved, with None for what it was not given."""
+        try:
+            raws = getattr(node, "_raw_saved_" + name)
+            if all(raw.unpack_hook is None for raw in raws):
+                tensors = getattr(node, "_saved_" + name)  # unlike `data`, this checks versions
+                return [None if one is None else ResidentTensor(one, self.scope) for one in tensors]
+            found: list[Held | None] = []
+            for raw in raws:
+                is_ours = raw.unpack_hook == self._unpack
+                if not is_ours and not (raw.unpack_hook is None and raw.data is None):
+                    return None
+                found.append(raw.data)
+        except RuntimeError:  # freed, or changed in place
+            return None
         return found
 
     def _held(self, raw: Any, node: Any, name: str | None) -> Held | None:

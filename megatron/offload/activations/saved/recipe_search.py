@@ -3,10 +3,17 @@
 
 The finder of recipes begins one for each tensor; it ends at `AvailableTensors`. It collects a
 program, and compares nothing.
+
+Note [Saved once]
+Where a few heads of keys and values serve many queries, models repeat them for attention, which
+saves the repeats. What was repeated is saved by no operation. So one of the repeats is cut out of
+the target, and is saved instead. A norm that subtracts a mean for its deviation and once more for
+its result has saved the same bytes before.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +28,10 @@ from megatron.offload.activations.saved.available import (
     parameter_of,
 )
 from megatron.offload.activations.saved.recipe import Step
+from megatron.offload.activations.saved.replay_operations import (
+    add_scalar,
+    layer_norm_of_decoded,
+)
 from megatron.offload.activations.saved.replayable_nodes import (
     ALL_EDGES,
     BIAS,
@@ -29,14 +40,13 @@ from megatron.offload.activations.saved.replayable_nodes import (
     NUMBER,
     RUNNING,
     SCALAR,
-    SHAPE,
     NodeOperation,
-    add_scalar,
-    constant_of,
+    constants_of,
+    edges_of,
     function_of,
     lacks,
-    layer_norm_of_decoded,
     operation_of,
+    shape_of,
 )
 from megatron.offload.activations.saved.resident import ResidentTensor
 from megatron.offload.activations.saved.view import SavedView
@@ -67,6 +77,10 @@ class RecipeSearch:
         self._available = available
         self.target = target
         self._save = save
+        self.saved: list[Held] = []
+        self._begin()
+
+    def _begin(self) -> None:
         self._known: dict[Edge, int] = {}
         self._of_held: dict[int, int] = {}
         self._num_nodes = 0
@@ -75,9 +89,19 @@ class RecipeSearch:
         self.steps: list[Step] = []
         self.held: list[Held] = []
         self.is_scalar_missing = False
-        self.saved: list[Held] = []
 
-    def result(self, edge: Edge, *, is_target: bool = False) -> int | None:
+    def target_of(self, edge: Edge) -> int | None:
+        """The target, the result of that edge, as a program names it; None: it cannot be had."""
+        found = self._result(edge, is_target=True)
+        if found is not None:
+            return found
+        self._begin()
+        twin = self._available.twin_of(edge)
+        if twin is not None:
+            return self._step(Step(torch.clone, (self._operand(twin),)))
+        return self._result(edge, is_target=True) if self._save_repeated(edge) else None
+
+    def _result(self, edge: Edge, *, is_target: bool = False) -> int | None:
         """A result of a node, as a program names it; None: it cannot be had.
 
         Args:
@@ -133,6 +157,27 @@ class RecipeSearch:
         self.steps.append(step)
         return len(self.steps) - 1
 
+    def _save_repeated(self, edge: Edge) -> bool:
+        """Note [Saved once]; whether it has saved anything."""
+        node, number = edge
+        while _runs(node) in (torch.reshape, torch.clone):  # which leave values in their order
+            node, number = origin_of(*node.next_functions[0])
+        if _runs(node) is not torch.Tensor.expand:
+            return False
+        source = origin_of(*node.next_functions[0])
+        if source[0] is None or getattr(source[0], "variable", None) is not None:
+            return False
+        shape, once = shape_of((node, number)), shape_of(source)
+        if 2 * math.prod(once) > math.prod(shape):
+            return False
+        repeats = self.target.detach().reshape(shape)
+        for dim, size in enumerate(shape):
+            inner = dim - len(shape) + len(once)
+            if inner < 0 or once[inner] != size:
+                repeats = repeats.narrow(dim, 0, 1)
+        self._save_for(source, repeats.clone(memory_format=torch.contiguous_format).reshape(once))
+        return True
+
     def _function(self, node: Any) -> int | None:
         compute = function_of(node)
         if compute is None:
@@ -147,8 +192,8 @@ class RecipeSearch:
     ) -> int | None:
         if number and NUMBER not in operation.constants:  # the statistics of a norm
             return None
-        edges = node.next_functions
         operation = operation.instead(node) or operation
+        edges = edges_of(node, operation, number)
         names = operation.inputs
         if names is ALL_EDGES:
             names = (None,) * len(edges)
@@ -176,9 +221,14 @@ class RecipeSearch:
             elif value is None and not (name in operation.optional and lacks(node, name)):
                 return None
             values.append(value)
+        if operation.listed:
+            listed = self._available.held_in_list(node, operation.listed)
+            if listed is None:
+                return None
+            values += [None if one is None else self._operand(one) for one in listed]
         constants: tuple[Any, ...] = ()
         if operation.constants:
-            constants = tuple(_constant(node, number, name) for name in operation.constants)
+            constants = constants_of((node, number), operation)
         function = operation.operation
         if missing is SCALAR and len(names) == 1:  # of `rsub`
             if not is_target:
@@ -224,7 +274,7 @@ class RecipeSearch:
         leaf = getattr(following, "variable", None)  # of its accumulator
         if leaf is not None:
             return self._leaf(leaf)
-        return self.result(edge)
+        return self._result(edge)
 
     def _eps(self, weight: int | None) -> float | None:
         parameter = self._parameter(weight)
@@ -258,11 +308,7 @@ class RecipeSearch:
         return self._operand(self._save_for((source, number), target.detach().to(dtype)))
 
 
-def _constant(node: Any, number: int, name: str) -> Any:
-    if name == NUMBER:
-        return number
-    if name == DTYPE:
-        return node._input_metadata[number].dtype
-    if name == SHAPE:
-        return tuple(node._input_metadata[number].shape)
-    return constant_of(node, name)
+def _runs(node: Any) -> Any:
+    """The operation that a replay runs for a node; None: there is none."""
+    operation = None if node is None else operation_of(node)
+    return None if operation is None else operation.operation

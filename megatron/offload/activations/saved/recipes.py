@@ -7,9 +7,10 @@ the tensor to what earlier operations saved, and compares bytes. It changes noth
 Note [When a recipe is trusted]
 The graph shows which operation made a tensor and of what. It does not show everything (the eps of a
 norm, the 1 of `1 + x`), and that an operation gives the same bytes again is a claim. So a recipe
-counts where it has given the saved bytes: the first `_NUM_CHECKS` times that a layer saves a tensor
-so, it is run at once and its result compared. Another shape, stride, dtype, constant or version is
-another recipe. One that fails once is never used again in that layer.
+counts where it has given the saved bytes: the first two times that a layer saves a tensor so, it is
+run at once and its result compared. Another stride, dtype, constant or version is another recipe,
+as is at first another shape: Note [Other shapes]. One that fails once is never used again in that
+layer.
 
 Note [Constants that the graph does not show]
 The eps of a norm is what the module that owns its weight says, confirmed by the bytes, and again in
@@ -34,7 +35,6 @@ only. The tensor is saved then, which is right in any case.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -48,10 +48,10 @@ from megatron.offload.activations.saved.available import (
     copy_of,
     parameter_of,
 )
+from megatron.offload.activations.saved.checked_programs import CheckedProgram, CheckedPrograms
 from megatron.offload.activations.saved.noise import may_be_noise, pack_noise, unpack_noise
 from megatron.offload.activations.saved.norms import Norms
 from megatron.offload.activations.saved.recipe import (
-    SAMPLED_OF,
     Layout,
     Program,
     Recipe,
@@ -59,34 +59,17 @@ from megatron.offload.activations.saved.recipe import (
 )
 from megatron.offload.activations.saved.recipe_search import RecipeSearch
 from megatron.offload.activations.saved.record import SavedStorage
-from megatron.offload.activations.saved.replayable_nodes import (
-    function_of,
-    operation_of,
-    steps_of_a_row,
-)
+from megatron.offload.activations.saved.replayable_nodes import function_of, operation_of
 from megatron.offload.activations.saved.resident import ResidentTensor
 from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.activations.saved.view import SavedView
 from megatron.offload.errors import OffloadError
 
-_NUM_CHECKS = 2
-_MOST_UNSEEN = 4  # passes in which exact operands were missing, before a recipe is given up
 _MOST_DEPTH = 6  # replayed operands of replayed operands: all are in memory together
 _MOST_FAILED = 8  # Note [Searches left out]
 _TRIED_AGAIN = 64  # of so many passes one
 _MOST_KINDS = 1 << 14
 _LEAST_GAIN = 4  # a recipe holds copies of parameters: they take less than this part of its result
-
-
-@dataclasses.dataclass
-class _CheckedProgram:
-    """A program in a layer, and what is known of it."""
-
-    program: Program
-    num_checks: int = 0
-    num_unseen: int = 0  # times that exact operands were not there, where a codec is used
-    num_uses: int = 0  # another one at first for each, see Note [Samples]
-    is_refused: bool = False
 
 
 class _Fruitless:
@@ -154,7 +137,7 @@ class RecipeFinder:
         self._device = device
         self._fetch = fetch
         self.available = AvailableTensors(device, unpack, norms, is_exact=is_exact)
-        self._checked: dict[Any, _CheckedProgram] = {}
+        self._programs = CheckedPrograms(trusts_kinds=is_exact)
         self._fruitless = _Fruitless()
         self._scalars: dict[Any, float] = {}  # that were right last, to be compared first
 
@@ -199,7 +182,7 @@ class RecipeFinder:
         if self._fruitless.skips(kind):
             return None
         search = RecipeSearch(self.available, target, save)
-        found = search.result((node, number), is_target=True)
+        found = search.target_of((node, number))
         is_found = found is not None and not any(map(self.available.lacks, search.held))
         self._fruitless.note(kind, is_found=is_found)
         if not is_found:
@@ -210,15 +193,10 @@ class RecipeFinder:
         if search.is_scalar_missing:
             program = self._with_scalar(steps, layout, search, target)
             return None if program is None else _recipe(program, search)
-        key = scope.chunk, scope.layer, scope.part, steps, layout, target._version
-        checked = self._checked.get(key)
-        if checked is None:
-            program = Program(steps, layout, steps_of_a_row(steps, layout))
-            checked = _CheckedProgram(program, num_uses=len(self._checked))
-            self._checked[key] = checked
+        checked = self._programs.of(scope, steps, layout, target._version)
         if checked.is_refused:
             return None
-        if checked.num_checks < _NUM_CHECKS:
+        if not checked.is_trusted:
             self.available.compares()
             fetched: list[SavedStorage] = []
             try:
@@ -227,18 +205,16 @@ class RecipeFinder:
                 for record in fetched:
                     record.give_up_read()
             if is_right is None:
-                checked.num_unseen += not self.available.is_exact
-                checked.is_refused = checked.num_unseen == _MOST_UNSEEN
+                if not self.available.is_exact:
+                    checked.note_unseen()
                 return None
-            checked.is_refused = not is_right
-            checked.num_checks += is_right
+            checked.note(is_right)
             if not is_right:
                 return None
-        checked.num_uses += 1
         return _recipe(checked.program, search, is_sampled=self._is_sampled(checked))
 
-    def _is_sampled(self, checked: _CheckedProgram) -> bool:
-        return checked.num_uses % SAMPLED_OF == 0
+    def _is_sampled(self, checked: CheckedProgram) -> bool:
+        return checked.use()
 
     def _of_bits(
         self,

@@ -7,26 +7,18 @@ attributes that are its constants. Recipes are made of it; nothing here looks at
 What is not in the table is not replayed: operations that draw random numbers, that communicate, or
 that cost as much as a matrix product; softmax, whose input nothing saves. Nor does anything save
 that of log-softmax, but logits of half its bytes may be there: see Note [Results of modules].
-
-Note [Norms by their statistics]
-A layer norm without weight belongs to no module that could say its eps. It does not need one:
-autograd saves the mean and the deviation that its kernels use, and `(x - mean) * rstd` has no sum
-behind a product, which a compiler may fuse. So its bits are those of the kernels; likewise those of
-the fused RMS norm of accelerators, `x * rstd * weight`. Accelerators save statistics in fp32. A CPU
-rounds them to the type of the input, and a norm in 16 bits is saved there as usual.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from megatron.offload.activations.saved.recipe import Layout, Operation, Step, require_same_bytes
-from megatron.offload.errors import OffloadError
+from megatron.offload.activations.saved import replay_operations as run
+from megatron.offload.activations.saved.recipe import Operation
 
 _LARGEST_DIMENSION = 1 << 63  # autograd shows a negative dimension as that much more
 
@@ -42,6 +34,7 @@ class NodeOperation(NamedTuple):
         missing: the constant that the node does not show, `EPS` or `SCALAR`; it comes last.
         optional: inputs that may be missing.
         instead: says of a node which operation it is; None: this one.
+        listed: name of a list of saved tensors, which are inputs behind the others.
     """
 
     operation: Operation
@@ -50,6 +43,7 @@ class NodeOperation(NamedTuple):
     missing: str = ""
     optional: tuple[str, ...] = ()
     instead: Callable[[Any], NodeOperation | None] = lambda _: None
+    listed: str = ""
 
 
 SHAPE, DTYPE, NUMBER = "shape", "dtype", "number"
@@ -58,212 +52,10 @@ RUNNING = ("running_mean", "running_var")  # which later passes change behind au
 EPS, SCALAR = "eps", "scalar"
 
 
-def _add(one: torch.Tensor, other: torch.Tensor, alpha: float) -> torch.Tensor:
-    return torch.add(one, other, alpha=alpha)
-
-
-def _sub(one: torch.Tensor, other: torch.Tensor, alpha: float) -> torch.Tensor:
-    return torch.sub(one, other, alpha=alpha)
-
-
-def add_scalar(one: torch.Tensor, scalar: float) -> torch.Tensor:
-    """`one + scalar`, as `one - -scalar`."""
-    return torch.add(one, scalar)
-
-
-def subtract_from(one: torch.Tensor, scalar: float) -> torch.Tensor:
-    """`scalar - one`."""
-    return torch.rsub(one, scalar)
-
-
-def _layer_norm(
-    one: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    rstd: torch.Tensor,
-    shape: tuple[int, ...],
-    eps: float,
-    *,
-    is_exact: bool = True,
-) -> torch.Tensor:
-    """Layer norm with its arguments in the order of a program.
-
-    Args:
-        rstd: one over the standard deviation, as forward has saved it.
-        is_exact: no codec has changed the input. Else its deviation is not that of forward.
-
-    Raises:
-        OffloadError: that is another one now, so the eps is not the one of forward.
-    """
-    result, _, found = torch.native_layer_norm(one, shape, weight, bias, eps)
-    if not is_exact:
-        return result
-    sentence = (
-        f"a layer norm that runs again with the eps {eps} of its module divides by another "
-        "deviation than in forward, which used another eps; set --activation-replay off"
-    )
-    require_same_bytes(found, rstd, OffloadError, sentence)
-    return result
-
-
-layer_norm_of_decoded = functools.partial(_layer_norm, is_exact=False)
-
-
-def _normed(
-    one: torch.Tensor,
-    weight: torch.Tensor | None,
-    rstd: torch.Tensor,
-    mean: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """A norm by the statistics that forward has saved: Note [Norms by their statistics].
-
-    Raises:
-        OffloadError: they are rounded, so forward did not multiply by these.
-    """
-    if rstd.dtype.itemsize < torch.float32.itemsize:
-        raise OffloadError("the statistics of a norm are rounded")
-    wide = torch.mul(one, rstd) if mean is None else torch.sub(one, mean).mul_(rstd)
-    if weight is not None:
-        wide.mul_(weight)
-    return wide.to(one.dtype)
-
-
-def _group_norm(one: torch.Tensor, *others: Any) -> torch.Tensor:
-    """Group norm with its arguments in their order.
-
-    Raises:
-        OffloadError: channels come last, and a CPU adds them up in as many parts as it has threads.
-    """
-    _require_contiguous(one)
-    return torch.native_group_norm(one, *others)[0]
-
-
-def _batch_norm(
-    one: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    eps: float,
-) -> torch.Tensor:
-    """Batch norm by the statistics of its input; those that run on are left alone.
-
-    CUDA has a kernel for saved statistics.
-
-    Raises:
-        OffloadError: as `_group_norm`; where a channel has one value a sample, channels come last.
-    """
-    if one.is_cuda:
-        return torch.batch_norm_elemt(one, weight, bias, mean, rstd, eps)
-    _require_contiguous(one, is_last=one.stride(1) == 1)
-    return torch.native_batch_norm(one, weight, bias, None, None, True, 0.0, eps)[0]
-
-
-def _batch_norm_evaluated(*operands: Any) -> torch.Tensor:
-    """Batch norm by the statistics that have run on, as in evaluations and frozen layers."""
-    *tensors, eps = operands
-    result: torch.Tensor = torch.ops.aten.native_batch_norm(*tensors, False, 0.0, eps)[0]
-    return result
-
-
-def _require_contiguous(one: torch.Tensor, *, is_last: bool = False) -> None:
-    if is_last or not one.is_contiguous():
-        raise OffloadError("the bits of the norm depend on the number of threads")
-
-
-def _gelu(one: torch.Tensor, approximate: str) -> torch.Tensor:
-    return F.gelu(one, approximate=approximate)
-
-
-def _elu(one: torch.Tensor, *constants: float) -> torch.Tensor:
-    return torch.ops.aten.elu(one, *constants)
-
-
-def _glu(one: torch.Tensor, dim: int) -> torch.Tensor:
-    return F.glu(one, dim)
-
-
-def _cast(one: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return one.to(dtype, copy=True)
-
-
-def _cat(*values: Any) -> torch.Tensor:
-    *tensors, dim = values
-    return torch.cat(tensors, dim)
-
-
-def _stack(*values: Any) -> torch.Tensor:
-    *tensors, dim = values
-    return torch.stack(tensors, dim)
-
-
-def _slice(one: torch.Tensor, dim: int, start: int, end: int, step: int) -> torch.Tensor:
-    return torch.ops.aten.slice(one, dim, start, end, step)
-
-
-def _split(one: torch.Tensor, size: int, dim: int, number: int) -> torch.Tensor:
-    return torch.split(one, size, dim)[number]
-
-
-def _split_sizes(one: torch.Tensor, sizes: tuple[int, ...], dim: int, number: int) -> torch.Tensor:
-    return torch.split(one, list(sizes), dim)[number]
-
-
-def _unbind(one: torch.Tensor, dim: int, number: int) -> torch.Tensor:
-    return torch.unbind(one, dim)[number]
-
-
-def _alias(one: torch.Tensor) -> torch.Tensor:
-    """All of a tensor, as `one[:]` gives it."""
-    return torch.ops.aten.alias(one)
-
-
-def _log_softmax(one: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.ops.aten._log_softmax(one, dim, one.dtype is not dtype)
-
-
-def _clamp(one: torch.Tensor, low: float | None, high: float | None) -> torch.Tensor:
-    return torch.clamp(one, low, high)
-
-
-def _where(one: torch.Tensor, other: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
-    return torch.where(condition, one, other)
-
-
-def _dropped_out(one: torch.Tensor, mask: torch.Tensor, probability: float) -> torch.Tensor:
-    return one.mul(mask).mul_(1.0 / (1.0 - probability))
-
-
-def steps_of_a_row(steps: tuple[Step, ...], layout: Layout) -> tuple[Step, ...]:
-    """What makes a row of a log-softmax of the same row of its operand: Note [Row by row].
-
-    Empty: the program is another one.
-    """
-    last, (shape, stride, _) = steps[-1], layout
-    found: list[Step] = []
-    if last.operation is not _log_softmax or last.constants[0] % len(shape) != len(shape) - 1:
-        return ()
-    for number, step in enumerate(steps):
-        if step.values != ((number - 1,) if number else (~0,)):
-            return ()
-        if step is last:
-            found.append(last._replace(constants=(-1, *last.constants[1:])))
-        elif step.operation is _cast:
-            found.append(step)
-        elif step.operation is not torch.reshape:  # which leaves values in their order
-            return ()
-    num_values = 1
-    for size, step_over in zip(reversed(shape), reversed(stride), strict=True):
-        if step_over != num_values:
-            return ()
-        num_values *= size
-    return tuple(found)
-
-
 _OF_SELF = ("self",)
 ALL_EDGES = ("*",)  # as many inputs as the node has edges
 _LAYER_NORM_ALONE = NodeOperation(  # without weight and bias
-    _normed, ("input", "weight", "result2", "result1"), optional=("weight",)
+    run.normed, ("input", "weight", "result2", "result1"), optional=("weight",)
 )
 
 
@@ -283,10 +75,10 @@ def _without_weight(node: Any) -> NodeOperation | None:
 def _batch_norm_of(eps: str) -> NodeOperation:
     """Of a node with that name for its eps."""
     evaluated = NodeOperation(
-        _batch_norm_evaluated, ("input", "weight", BIAS, *RUNNING), (eps,), optional=("weight",)
+        run.batch_norm_evaluated, ("input", "weight", BIAS, *RUNNING), (eps,), optional=("weight",)
     )
     return NodeOperation(
-        _batch_norm,
+        run.batch_norm,
         ("input", "weight", BIAS, "result1", "result2"),
         (eps,),
         optional=("weight",),
@@ -296,12 +88,13 @@ def _batch_norm_of(eps: str) -> NodeOperation:
 
 _NODES: dict[str, NodeOperation] = {
     "MulBackward0": NodeOperation(torch.mul, ("self", "other")),
+    "MulBackward1": NodeOperation(torch.mul, (None,), ("other",)),
     "DivBackward0": NodeOperation(torch.div, ("self", "other")),
-    "AddBackward0": NodeOperation(_add, (None, None), ("alpha",), SCALAR),
-    "SubBackward0": NodeOperation(_sub, (None, None), ("alpha",), SCALAR),
-    "RsubBackward1": NodeOperation(subtract_from, (None,), (), SCALAR),
+    "AddBackward0": NodeOperation(run.add, (None, None), ("alpha",), SCALAR),
+    "SubBackward0": NodeOperation(run.sub, (None, None), ("alpha",), SCALAR),
+    "RsubBackward1": NodeOperation(run.subtract_from, (None,), (), SCALAR),
     "NativeLayerNormBackward0": NodeOperation(
-        _layer_norm,
+        run.layer_norm,
         ("input", "weight", BIAS, "result2"),
         ("normalized_shape",),
         EPS,
@@ -309,10 +102,10 @@ _NODES: dict[str, NodeOperation] = {
         _without_weight,
     ),
     "FusedRmsNormBackward0": NodeOperation(
-        _normed, ("input", "weight", "result1"), optional=("weight",)
+        run.normed, ("input", "weight", "result1"), optional=("weight",)
     ),
     "NativeGroupNormBackward0": NodeOperation(
-        _group_norm,
+        run.group_norm,
         ("input", "weight", BIAS),
         ("N", "C", "HxW", "group", "eps"),
         optional=("weight",),
@@ -320,24 +113,24 @@ _NODES: dict[str, NodeOperation] = {
     "NativeBatchNormBackward0": _batch_norm_of("eps"),
     "CudnnBatchNormBackward0": _batch_norm_of("epsilon"),
     "SiluBackward0": NodeOperation(F.silu, _OF_SELF),
-    "GeluBackward0": NodeOperation(_gelu, _OF_SELF, ("approximate",)),
+    "GeluBackward0": NodeOperation(run.gelu, _OF_SELF, ("approximate",)),
     "MishBackward0": NodeOperation(F.mish, _OF_SELF),
     "HardswishBackward0": NodeOperation(F.hardswish, _OF_SELF),
     "HardsigmoidBackward0": NodeOperation(F.hardsigmoid, _OF_SELF),
     "LeakyReluBackward0": NodeOperation(F.leaky_relu, _OF_SELF, ("negative_slope",)),
     "LeakyReluBackward1": NodeOperation(F.leaky_relu, (None,), ("negative_slope",)),
-    "EluBackward0": NodeOperation(_elu, _OF_SELF, ("alpha", "scale", "input_scale")),
-    "EluBackward1": NodeOperation(_elu, (None,), ("alpha", "scale", "input_scale")),
+    "EluBackward0": NodeOperation(run.elu, _OF_SELF, ("alpha", "scale", "input_scale")),
+    "EluBackward1": NodeOperation(run.elu, (None,), ("alpha", "scale", "input_scale")),
     "SoftplusBackward0": NodeOperation(F.softplus, _OF_SELF, ("beta", "threshold")),
     "LogSigmoidBackward0": NodeOperation(F.logsigmoid, _OF_SELF),
-    "GluBackward0": NodeOperation(_glu, _OF_SELF, ("dim",)),
+    "GluBackward0": NodeOperation(run.glu, _OF_SELF, ("dim",)),
     "PowBackward0": NodeOperation(torch.pow, _OF_SELF, ("exponent",)),
     "ErfBackward0": NodeOperation(torch.erf, _OF_SELF),
     "CosBackward0": NodeOperation(torch.cos, _OF_SELF),
     "SinBackward0": NodeOperation(torch.sin, _OF_SELF),
     "LogBackward0": NodeOperation(torch.log, _OF_SELF),
     "AbsBackward0": NodeOperation(torch.abs, _OF_SELF),
-    "ClampBackward1": NodeOperation(_clamp, _OF_SELF, ("min", "max")),
+    "ClampBackward1": NodeOperation(run.clamp, _OF_SELF, ("min", "max")),
     "HardtanhBackward0": NodeOperation(F.hardtanh, _OF_SELF, ("min_val", "max_val")),
     "TanhBackward0": NodeOperation(torch.tanh),
     "SigmoidBackward0": NodeOperation(torch.sigmoid),
@@ -347,13 +140,16 @@ _NODES: dict[str, NodeOperation] = {
     "RsqrtBackward0": NodeOperation(torch.rsqrt),
     "ReciprocalBackward0": NodeOperation(torch.reciprocal),
     "NegBackward0": NodeOperation(torch.neg),
-    "LogSoftmaxBackward0": NodeOperation(_log_softmax, (None,), ("dim", DTYPE)),
-    "ToCopyBackward0": NodeOperation(_cast, (None,), (DTYPE,)),
-    "WhereBackward0": NodeOperation(_where, (None, None, "condition")),
-    "NativeDropoutBackward0": NodeOperation(_dropped_out, (None, "result1"), ("p",)),
-    "CatBackward0": NodeOperation(_cat, ALL_EDGES, ("dim",)),
-    "StackBackward0": NodeOperation(_stack, ALL_EDGES, ("dim",)),
-    "AliasBackward0": NodeOperation(_alias),
+    "LogSoftmaxBackward0": NodeOperation(run.log_softmax, (None,), ("dim", DTYPE)),
+    "ToCopyBackward0": NodeOperation(run.cast, (None,), (DTYPE,)),
+    "WhereBackward0": NodeOperation(run.where, (None, None, "condition")),
+    "NativeDropoutBackward0": NodeOperation(run.dropped_out, (None, "result1"), ("p",)),
+    "CatBackward0": NodeOperation(run.cat, ALL_EDGES, ("dim",)),
+    "StackBackward0": NodeOperation(run.stack, ALL_EDGES, ("dim",)),
+    "IndexBackward0": NodeOperation(run.index, listed="indices"),
+    "IndexSelectBackward0": NodeOperation(run.index_select, (None, "index"), ("dim",)),
+    "GatherBackward0": NodeOperation(run.gather, ("self", "index"), ("dim",)),
+    "AliasBackward0": NodeOperation(run.alias),
     "CloneBackward0": NodeOperation(torch.clone),
     "ViewBackward0": NodeOperation(torch.reshape, (None,), (SHAPE,)),
     "UnsafeViewBackward0": NodeOperation(torch.reshape, (None,), (SHAPE,)),
@@ -367,11 +163,13 @@ _NODES: dict[str, NodeOperation] = {
     "TransposeBackward0": NodeOperation(torch.transpose, (None,), ("dim0", "dim1")),
     "PermuteBackward0": NodeOperation(torch.permute, (None,), ("dims",)),
     "SelectBackward0": NodeOperation(torch.select, (None,), ("dim", "index")),
-    "SliceBackward0": NodeOperation(_slice, (None,), ("dim", "start", "end", "step")),
-    "SplitBackward0": NodeOperation(_split, (None,), ("split_size", "dim", NUMBER)),
-    "UnsafeSplitBackward0": NodeOperation(_split, (None,), ("split_size", "dim", NUMBER)),
-    "SplitWithSizesBackward0": NodeOperation(_split_sizes, (None,), ("split_sizes", "dim", NUMBER)),
-    "UnbindBackward0": NodeOperation(_unbind, (None,), ("dim", NUMBER)),
+    "SliceBackward0": NodeOperation(run.slice_of, (None,), ("dim", "start", "end", "step")),
+    "SplitBackward0": NodeOperation(run.split, (None,), ("split_size", "dim", NUMBER)),
+    "UnsafeSplitBackward0": NodeOperation(run.split, (None,), ("split_size", "dim", NUMBER)),
+    "SplitWithSizesBackward0": NodeOperation(
+        run.split_sizes, (None,), ("split_sizes", "dim", NUMBER)
+    ),
+    "UnbindBackward0": NodeOperation(run.unbind, (None,), ("dim", NUMBER)),
 }
 
 _by_type: dict[type, NodeOperation | None] = {}  # torch's own types of nodes
@@ -389,6 +187,28 @@ def operation_of(node: Any) -> NodeOperation | None:
         return None
     found = _by_type[kind] = _NODES.get(kind.__name__)
     return found
+
+
+def edges_of(node: Any, operation: NodeOperation, number: int) -> tuple[Any, ...]:
+    """The edges of a node that are inputs of its operation.
+
+    A cache that is empty concatenates nothing with the first keys and values. That has no edge; it
+    is seen by the others, which fill the result.
+    """
+    edges: tuple[Any, ...] = node.next_functions
+    if operation.operation is not run.cat:
+        return edges
+    dim = _constant_of(node, number, "dim")
+    filled = tuple(edge for edge in edges if edge[0] is not None)
+    sizes = (shape_of(edge)[dim] for edge in filled)
+    is_full = len(filled) < len(edges) and sum(sizes) == shape_of((node, number))[dim]
+    return filled if is_full else edges
+
+
+def shape_of(edge: tuple[Any, int]) -> tuple[int, ...]:
+    """The shape of a result of a node."""
+    node, number = edge
+    return tuple(node._input_metadata[number].shape)
 
 
 def function_of(node: Any) -> Operation | None:
@@ -415,12 +235,18 @@ def add_function(function: type, compute: Callable[..., torch.Tensor]) -> None:
     _of_functions[function] = compute
 
 
-def constant_of(node: Any, name: str) -> Any:
-    """A constant of a node, hashable.
+def constants_of(edge: tuple[Any, int], operation: NodeOperation) -> tuple[Any, ...]:
+    """Those of an operation that made a result of a node, hashable."""
+    return tuple(_constant_of(*edge, name) for name in operation.constants)
 
-    Raises:
-        AttributeError: the node has none of that name.
-    """
+
+def _constant_of(node: Any, number: int, name: str) -> Any:
+    if name == NUMBER:
+        return number
+    if name == DTYPE:
+        return node._input_metadata[number].dtype
+    if name == SHAPE:
+        return shape_of((node, number))
     value = getattr(node, "_saved_" + name)
     if isinstance(value, list | tuple):
         return tuple(_signed(one) for one in value)
