@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,19 +14,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.offload import OffloadEngine, offload_activations
+from megatron.offload.activations.saved.recipe import Program
 from megatron.offload.activations.saved.replay_operations import index
-from megatron.offload.errors import OffloadError
+from megatron.offload.errors import ChangedInPlaceError, OffloadError
 from tests.behaviour.test_replay import (
     SHAPE,
     WAYS,
     between,
     engine,
     forward_pass,
+    leaf,
     make_engine,
     run,
     train,
     weights,
 )
+from tests.support.models import settle
 
 assert make_engine and engine  # fixtures
 MakeEngine = Callable[..., OffloadEngine]
@@ -83,6 +87,16 @@ def test_of_what_is_repeated_one_is_saved(make_engine, way):
     assert spared == ONE * 4 * 3 // 4
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_what_was_made_twice_is_saved_once(make_engine, way):
+    """The result of the norm is computed again too."""
+    layer, engine, off = between(deviation), make_engine(), make_engine(replay="off")
+    for one in (engine, off):
+        train(one, way, layer, weights)
+    spared = off.statistics.offloaded_bytes - engine.statistics.offloaded_bytes
+    assert spared == 2 * ONE * 4
+
+
 def changes_after(num_calls: int, before: Any, after: Any) -> Callable[[], Any]:
     """Gives one thing for some calls, then another: for longer than recipes are compared."""
     given: list[None] = []
@@ -125,13 +139,15 @@ def test_what_differs_in_a_tensor_without_gradient_is_not_the_same(make_engine, 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_appended_later_is_not_taken_for_nothing(make_engine, way):
     def gradients(engine: OffloadEngine | None) -> list[Tensor]:
-        num_rows = changes_after(3, 0, 4)
+        num_rows = changes_after(3, 8, 4)
 
         def layer(x: Tensor) -> Tensor:
-            before = torch.ones(num_rows(), 64)
-            return torch.cat((before, F.silu(x)[len(before) :]))
+            return torch.cat((torch.ones(8 - len(x), 64), F.silu(x)))
 
-        return train(engine, way, between(layer), weights, num_steps=5)
+        def make() -> list[Tensor]:
+            return [leaf(num_rows(), 48), leaf(48, 64), leaf(64, 32)]
+
+        return train(engine, way, between(layer), make, num_steps=5)
 
     assert all(map(torch.equal, gradients(make_engine()), gradients(None)))
 
@@ -149,6 +165,55 @@ def test_other_rows_are_chosen_in_each_pass(make_engine, way):
     engine = make_engine()
     assert all(map(torch.equal, gradients(engine), gradients(None)))
     assert engine.statistics.replayed_bytes >= 4 * ONE
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_in_batches_of_other_lengths_few_recipes_are_compared(make_engine, monkeypatch, way):
+    compared: list[int] = []
+    gives = Program.gives
+
+    def counted(self: Program, operands: Any, target: Tensor) -> bool:
+        compared.append(len(target))
+        return gives(self, operands, target)
+
+    monkeypatch.setattr(Program, "gives", counted)
+
+    def gradients(engine: OffloadEngine | None) -> list[Tensor]:
+        rows = iter(range(4, 100))
+
+        def make() -> list[Tensor]:
+            return [leaf(next(rows), 48), leaf(48, 64), leaf(64, 32)]
+
+        layer = between(lambda x: F.layer_norm(F.silu(x).view(-1, 64), [64]))
+        return train(engine, way, layer, make, num_steps=20)
+
+    engine = make_engine()
+    assert all(map(torch.equal, gradients(engine), gradients(None)))
+    assert engine.statistics.replayed_bytes >= 23 * 64 * 4
+    assert sorted(set(compared)) == list(range(4, 12))  # rows of the first eight
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_in_other_lengths_what_is_written_over_unseen_is_noticed(make_engine, way):
+    """`silu` saves its input alone, and a script begins to write to its result."""
+    engine = make_engine()
+    for num_rows in range(4, 24):
+
+        def layer(x: Tensor, first: Tensor, second: Tensor, *, writes: bool) -> Tensor:
+            hidden = F.silu(x @ first)
+            hidden.data.mul_(2 if writes else 1)
+            return hidden @ second
+
+        writes = functools.partial(layer, writes=num_rows > 20)
+        with engine.step(), forward_pass(engine):
+            inputs = [leaf(num_rows, 48), leaf(48, 64), leaf(64, 32)]
+            result = run(engine, way, writes, *inputs)
+            settle(engine)
+            if num_rows <= 20:
+                result.sum().backward()
+                continue
+            with pytest.raises(ChangedInPlaceError, match="behind autograd's back"):
+                result.sum().backward()
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -158,7 +158,7 @@ def test_what_a_norm_divides_by_is_not_taken_for_its_result(engine):
     result, rstd = torch.ops.aten._fused_rms_norm(leaf(), [48], None, 1e-3)
     available = engine.hooks.recipes.available
     for number, one in enumerate((result, rstd)):
-        found = RecipeSearch(available, one, fail).result((one.grad_fn, number), is_target=True)
+        found = RecipeSearch(available, one, fail).target_of((one.grad_fn, number))
         assert (found is None) == (number > 0)
 
 

@@ -294,13 +294,20 @@ class SavedTensorHooks:
                 tensor, storage, self._codec, save, is_behind=is_behind, rounds=rounds
             )
 
-    def take(self, tensor: torch.Tensor, move: Move, batch: WriteBatch) -> SavedView:
+    def take(
+        self,
+        tensor: torch.Tensor,
+        move: Move,
+        batch: WriteBatch,
+        made: torch.Tensor | None = None,
+    ) -> SavedView:
         """Carries out a move, and returns what autograd keeps instead of the tensor.
 
         Args:
             tensor: that is saved.
             move: from `find_move`, just now.
             batch: collects what is to be written.
+            made: the same with its node; None: it has that itself.
         """
         step = self._step
         storage, span, record, where = move
@@ -309,7 +316,7 @@ class SavedTensorHooks:
         view = SavedView(record, tensor)
         self._reader.note_use(tensor, record)
         if self.recipes is not None:
-            self.recipes.available.note(tensor, view, step.scope)
+            self.recipes.available.note(tensor if made is None else made, view, step.scope)
         if isinstance(where, Recipe):
             where.stream = record.stream
             record.replay_by(where)

@@ -138,7 +138,7 @@ class LayerCapture:
 
         def pack(same: torch.Tensor) -> Packed:
             tensor, move, batch = for_once.pop()
-            view = self._hooks.take(same, move, batch)
+            view = self._hooks.take(same, move, batch, tensor)  # `same` is without its node
             if is_kept_by_accumulator(tensor):  # of a copying node: it alone refers to the leaf
                 tensor.data = tensor.new_empty(()).expand(tensor.shape)
             return view

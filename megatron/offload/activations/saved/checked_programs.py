@@ -60,7 +60,8 @@ class CheckedProgram:
         """It was compared."""
         self.num_checks += is_right
         self.kind.num_right += is_right
-        self.is_refused = self.kind.was_wrong = not is_right
+        self.is_refused = not is_right
+        self.kind.was_wrong |= not is_right
 
     def note_unseen(self) -> None:
         """It could not be compared, for a codec has changed what it is made of."""
@@ -84,6 +85,10 @@ class CheckedPrograms:
         self._trusts_kinds = trusts_kinds
         self._programs: dict[Any, CheckedProgram] = {}
         self._kinds: dict[Any, _Kind] = {}
+
+    def __len__(self) -> int:
+        """How many are known."""
+        return len(self._programs)
 
     def of(
         self, scope: Scope, steps: tuple[Step, ...], layout: Layout, version: int
