@@ -167,6 +167,7 @@ class SavedTensorHooks:
                 move = self.find_move(tensor, storage, to_write, rounds=rounds)
             if move is not None:
                 view = self.take(tensor, move, to_write)
+                self.note(tensor, view)
                 if batch is None:
                     to_write.submit()
                 return view
@@ -200,8 +201,7 @@ class SavedTensorHooks:
             if not tensor.is_inference():
                 raise
             return tensor  # it has no versions
-        if self.recipes is not None:
-            self.recipes.available.note(tensor, held, self._step.scope)
+        self.note(tensor, held)
         return held
 
     def keep_captured(self, tensor: torch.Tensor) -> Packed:
@@ -294,20 +294,18 @@ class SavedTensorHooks:
                 tensor, storage, self._codec, save, is_behind=is_behind, rounds=rounds
             )
 
-    def take(
-        self,
-        tensor: torch.Tensor,
-        move: Move,
-        batch: WriteBatch,
-        made: torch.Tensor | None = None,
-    ) -> SavedView:
+    def note(self, tensor: torch.Tensor, held: Held) -> None:
+        """A tensor was saved, and what stands for it: recipes may be of it from now on."""
+        if self.recipes is not None:
+            self.recipes.available.note(tensor, held, self._step.scope)
+
+    def take(self, tensor: torch.Tensor, move: Move, batch: WriteBatch) -> SavedView:
         """Carries out a move, and returns what autograd keeps instead of the tensor.
 
         Args:
             tensor: that is saved.
             move: from `find_move`, just now.
             batch: collects what is to be written.
-            made: the same with its node; None: it has that itself.
         """
         step = self._step
         storage, span, record, where = move
@@ -315,8 +313,6 @@ class SavedTensorHooks:
             record = self._cache.add(storage, span, tensor, step.scope)
         view = SavedView(record, tensor)
         self._reader.note_use(tensor, record)
-        if self.recipes is not None:
-            self.recipes.available.note(tensor if made is None else made, view, step.scope)
         if isinstance(where, Recipe):
             where.stream = record.stream
             record.replay_by(where)

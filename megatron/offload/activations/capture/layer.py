@@ -27,6 +27,7 @@ from megatron.offload.activations.saved.autograd_graph import (
 )
 from megatron.offload.activations.saved.cache import TensorCache
 from megatron.offload.activations.saved.scope import Scope
+from megatron.offload.activations.saved.view import SavedView
 from megatron.offload.activations.step_context import StepContext
 from megatron.offload.activations.transfer.write_batch import WriteBatch
 from megatron.offload.activations.transfer.writer import Writer
@@ -135,15 +136,19 @@ class LayerCapture:
         # The node keeps `pack` alive, and the tensor keeps the node alive. So `pack` must not keep
         # the tensor.
         for_once = [(tensor, move, batch)]
+        views: list[SavedView] = []
 
         def pack(same: torch.Tensor) -> Packed:
             tensor, move, batch = for_once.pop()
-            view = self._hooks.take(same, move, batch, tensor)  # `same` is without its node
+            view = self._hooks.take(same, move, batch)
+            views.append(view)
             if is_kept_by_accumulator(tensor):  # of a copying node: it alone refers to the leaf
                 tensor.data = tensor.new_empty(()).expand(tensor.shape)
             return view
 
         saved.register_hooks(pack, self._hooks.unpack)
+        # Only now: what autograd is about to hook cannot be read.
+        self._hooks.note(tensor, views.pop())
 
 
 def _wants_gradient(tensor: torch.Tensor) -> bool:

@@ -100,6 +100,7 @@ class AvailableTensors:
         self._taken_back: set[int] = set()  # parameters, by address
         # Note [Results of modules]
         self._returned: dict[Edge, weakref.ref[torch.Tensor]] = {}
+        self._bases: dict[Edge, weakref.ref[torch.Tensor]] = {}  # of this layer
         self.scope = _NOWHERE
 
     def note(self, tensor: torch.Tensor, held: Held, scope: Scope) -> None:
@@ -187,6 +188,10 @@ class AvailableTensors:
 
     def note_returned(self, tensor: torch.Tensor) -> None:
         """A part of the model returns a tensor, all of its storage: Note [Results of modules]."""
+        self._note_alive(tensor, self._returned)
+
+    @staticmethod
+    def _note_alive(tensor: torch.Tensor, alive: dict[Edge, weakref.ref[torch.Tensor]]) -> None:
         node, number = origin_of(node_of(tensor), tensor.output_nr)
         source = node
         while source is not None and (operation := operation_of(source)) is not None:
@@ -194,16 +199,16 @@ class AvailableTensors:
                 return
             ((source, _),) = source.next_functions
         if source is not None and tensor._version == 0:
-            self._returned[node, number] = weakref.ref(tensor)
+            alive[node, number] = weakref.ref(tensor)
 
     def _note_base(self, base: torch.Tensor) -> None:
         """A part of a small tensor is saved; others may be operands: Note [Results of modules]."""
         if base.device == self.device and base.nbytes == base.untyped_storage().nbytes():
-            self.note_returned(base)
+            self._note_alive(base, self._bases)
 
     def returned(self, edge: Edge) -> torch.Tensor | None:
-        """What a part of the model has returned, by its node, if it is alive and as it was."""
-        reference = self._returned.get(edge)
+        """What a part of the model has returned, or a base, if it is alive and as it was."""
+        reference = self._returned.get(edge) or self._bases.get(edge)
         tensor = None if reference is None else reference()
         return None if tensor is None or tensor._version else tensor
 
@@ -212,6 +217,7 @@ class AvailableTensors:
         self.scope = _NOWHERE
         self.results.clear()
         self.changed.clear()
+        self._bases.clear()
 
     def enter(self, scope: Scope, tensor: torch.Tensor) -> None:
         """A tensor of this scope is saved: Note [Exact bytes for comparisons]."""
