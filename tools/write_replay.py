@@ -29,6 +29,7 @@ _NAMES = {
     "bert": "BERT without dropout",
     "llama-lora": "Llama with LoRA on all linear layers",
     "mixtral": "Mixtral, 4 experts",
+    "qwen3-moe": "Qwen3-MoE, each token to 8 of 32 experts",
 }
 _SHORT = {"float32": "fp32", "bfloat16": "bf16"}
 _TABLE = "<!-- {name}: tools/write_replay.py -->\n{rows}\n<!-- end -->"

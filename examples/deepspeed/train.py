@@ -51,7 +51,6 @@ def main() -> None:
             num_hidden_layers=args.layers,
             num_attention_heads=args.hidden // 64,
             vocab_size=NUM_WORDS,
-            use_cache=False,
         )
     )
     engine, *_ = deepspeed.initialize(

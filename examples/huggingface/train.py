@@ -41,7 +41,6 @@ def make_model(args: argparse.Namespace) -> torch.nn.Module:
             head_dim=64,
             vocab_size=args.vocabulary,
             max_position_embeddings=max(args.tokens, 2048),
-            use_cache=False,
         )
     )
     if args.lora:

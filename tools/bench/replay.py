@@ -45,7 +45,7 @@ from megatron.offload.commands.training_runs.trainer import Trainer
 from megatron.offload.device.cuda import has_cuda
 
 ROOT = Path(__file__).resolve().parents[2]
-MODELS = ("llama", "qwen3", "olmo", "gpt2", "bert", "llama-lora", "mixtral")
+MODELS = ("llama", "qwen3", "olmo", "gpt2", "bert", "llama-lora", "mixtral", "qwen3-moe")
 DTYPES = ("float32", "bfloat16")
 _FIELDS = ("loss", "gradients", "weights")
 SETTLED = 3  # first steps, in which recipes are compared

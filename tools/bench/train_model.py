@@ -47,7 +47,6 @@ def _gpt2(args: argparse.Namespace) -> Any:
         n_head=args.hidden // 64,
         n_positions=args.sequence,
         vocab_size=args.vocabulary,
-        use_cache=False,
     )
     return transformers.GPT2LMHeadModel(config)
 
@@ -63,8 +62,7 @@ def _sizes(args: argparse.Namespace) -> dict[str, int]:
 
 
 def _llama(args: argparse.Namespace) -> Any:
-    config = transformers.LlamaConfig(**_sizes(args), use_cache=False)
-    return transformers.LlamaForCausalLM(config)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_sizes(args)))
 
 
 def _qwen3(args: argparse.Namespace) -> Any:
@@ -85,6 +83,20 @@ def _mixtral(args: argparse.Namespace) -> Any:
         **sizes, num_key_value_heads=heads, num_local_experts=4, num_experts_per_tok=2
     )
     return transformers.MixtralForCausalLM(config)
+
+
+def _qwen3_moe(args: argparse.Namespace) -> Any:
+    """With the proportions of Qwen3-30B-A3B: each token goes to 8 experts."""
+    heads = args.hidden // 64
+    config = transformers.Qwen3MoeConfig(
+        **_sizes(args),
+        num_key_value_heads=max(heads // 8, 1),
+        head_dim=64,
+        moe_intermediate_size=3 * args.hidden // 8,
+        num_experts=32,
+        num_experts_per_tok=8,
+    )
+    return transformers.Qwen3MoeForCausalLM(config)
 
 
 def _bert(args: argparse.Namespace) -> Any:
@@ -113,6 +125,7 @@ _MODELS: dict[str, Callable[[argparse.Namespace], Any]] = {
     "olmo": _olmo,
     "bert": _bert,
     "mixtral": _mixtral,
+    "qwen3-moe": _qwen3_moe,
 }
 
 
