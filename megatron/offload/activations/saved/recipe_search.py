@@ -3,6 +3,11 @@
 
 The finder of recipes begins one for each tensor; it ends at `AvailableTensors`. It collects a
 program, and compares nothing.
+
+Note [Layouts that the graph does not show]
+A copy may lie in memory otherwise than what it is of (`x.t().contiguous()`), and its node does not
+say how. That matters where the copy is not the target, whose layout is known: a CPU computes most
+values in vectors and the last few one by one, and some functions then differ in the last bit.
 """
 
 from __future__ import annotations
@@ -69,6 +74,7 @@ class RecipeSearch:
         self._save = save
         self._known: dict[Edge, int] = {}
         self._of_held: dict[int, int] = {}
+        self._copies: set[int] = set()  # Note [Layouts that the graph does not show]; and views
         self._num_nodes = 0
         self.depth = 1
         self.parameter_bytes = 0
@@ -193,7 +199,13 @@ class RecipeSearch:
             constants = (*constants, eps)
             if not self._available.is_exact:  # the deviations are those of the exact operand
                 function = layer_norm_of_decoded
-        return self._step(Step(function, tuple(values), constants))
+        is_of_copy = any(one in self._copies for one in values)
+        if is_of_copy and operation.by_layout and constants != (1,):
+            return None
+        value = self._step(Step(function, tuple(values), constants))
+        if is_of_copy or _is_copy(node, number):
+            self._copies.add(value)
+        return value
 
     def _is_out_of_reach(self, edge: Edge) -> bool:
         """Whether a result can be no operand, as is seen at once: the search need not begin."""
@@ -256,6 +268,16 @@ class RecipeSearch:
         if dtype.itemsize >= target.dtype.itemsize:
             return None
         return self._operand(self._save_for((source, number), target.detach().to(dtype)))
+
+
+def _is_copy(node: Any, number: int) -> bool:
+    """Whether a result may differ from the operand in its layout: a clone, a cast to its type."""
+    name = type(node).__name__
+    if name != "ToCopyBackward0":
+        return name == "CloneBackward0"
+    source, result = node.next_functions[0]
+    dtype: torch.dtype = source._input_metadata[result].dtype
+    return dtype is node._input_metadata[number].dtype
 
 
 def _constant(node: Any, number: int, name: str) -> Any:
