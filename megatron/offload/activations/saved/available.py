@@ -52,6 +52,7 @@ from megatron.offload.activations.saved.weight_casts import WeightCast
 Held = SavedView | ResidentTensor | WeightCast  # what autograd holds of an operand
 Edge = tuple[Any, int]  # a node and the number of its result, as a node's `next_functions` has them
 
+_MOST_PLACES = 1 << 14  # in layers, by shape, of which is known whether they compare
 _MOST_HELD = 32  # storages that a codec has encoded: those that a layer saved last
 _MOST_COPIED = 1 << 20  # bytes of a parameter; of a norm's, a few thousand values
 _RESULT = "_raw_saved_result"  # of a node that saves its only result
@@ -198,6 +199,8 @@ class AvailableTensors:
             self._exact.clear()
             self._pass, self._place = now, (scope.chunk, scope.layer, tensor.shape, tensor.dtype)
             self._holds = self._compared.get(self._place, True)
+            if len(self._compared) == _MOST_PLACES:
+                self._compared.clear()
             self._compared[self._place] = False
 
     def compares(self) -> None:

@@ -75,6 +75,7 @@ _MOST_DEPTH = 6  # replayed operands of replayed operands: all are in memory tog
 _MOST_FAILED = 8  # Note [Searches left out]
 _TRIED_AGAIN = 64  # of so many passes one
 _MOST_KINDS = 1 << 14
+_MOST_PROGRAMS = 1 << 15  # some 2 KiB each: of a step with 32 layers some 50 shapes
 _LEAST_GAIN = 4  # a recipe holds copies of parameters: they take less than this part of its result
 
 
@@ -213,6 +214,8 @@ class RecipeFinder:
         key = scope.chunk, scope.layer, scope.part, steps, layout, target._version
         checked = self._checked.get(key)
         if checked is None:
+            if len(self._checked) == _MOST_PROGRAMS:  # shapes that come once: all are compared anew
+                self._checked.clear()
             program = Program(steps, layout, steps_of_a_row(steps, layout))
             checked = _CheckedProgram(program, num_uses=len(self._checked))
             self._checked[key] = checked
@@ -289,6 +292,8 @@ class RecipeFinder:
             return None
         for one in (scalar, round(1024 * scalar) / 1024):
             if self._gives(with_scalar(one), list(operands), target):
+                if len(self._scalars) == _MOST_KINDS:
+                    self._scalars.clear()
                 self._scalars[key] = one
                 return with_scalar(one)
         return None
