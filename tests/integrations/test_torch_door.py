@@ -390,6 +390,28 @@ class EndsInScript(torch.nn.Module):
         return result
 
 
+def test_parts_of_a_model_may_be_torchscript(tmp_path: Path) -> None:
+    def digests(**settings: Any) -> tuple[list[Any], Any]:
+        torch.manual_seed(0)
+        parts = [
+            torch.nn.Sequential(torch.nn.Linear(HIDDEN, HIDDEN), torch.nn.Tanh()) for _ in "abcd"
+        ]
+        parts[1], parts[3] = torch.jit.script(parts[1]), torch.jit.trace(parts[3], noise(0))
+        model, found = torch.nn.Sequential(*parts), []
+        with offload_activations(model, **settings) as offload:
+            for seed in range(4):
+                model(noise(seed)).square().sum().backward()
+                found.append([digest(one.grad) for one in model.parameters()])
+            return found, offload.statistics
+
+    digests(mode="off")  # gradients of the first scripts of a process have other last bits
+    expected, _ = digests(mode="off")
+    for settings in ({"mode": "keep"}, {"directory": tmp_path}, {"mode": "host", "replay": "off"}):
+        found, statistics = digests(min_bytes=1, **settings)
+        assert found == expected
+        assert settings == {"mode": "keep"} or statistics["offloaded_bytes"]
+
+
 def test_a_scripted_function_that_torch_cannot_end_half_way_is_refused(tmp_path: Path) -> None:
     """The interpreter replaces the error with which torch ends a recomputation early."""
     model = torch.nn.Sequential(*(EndsInScript() for _ in range(3)))

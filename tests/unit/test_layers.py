@@ -122,3 +122,13 @@ def test_layers_may_be_named(layers):
 def test_a_name_that_is_not_there_is_refused():
     with pytest.raises(ConfigurationError, match="layers='Blok' names no module"):
         names(stack(Block(), Block()), layers=["Blok"])
+
+
+def test_what_torchscript_runs_is_no_layer() -> None:
+    scripted, traced = torch.jit.script(Block()), torch.jit.trace(Block(), torch.ones(2))
+    blocks = [Block(), scripted, Block(), traced]
+    model = torch.nn.ModuleDict({"blocks": torch.nn.Sequential(*blocks)})
+    assert list(find_layers([model]).values()) == ["blocks.0", "blocks.2"]
+    assert not find_layers([torch.nn.Sequential(scripted, torch.jit.script(Block()))])
+    with pytest.raises(ConfigurationError, match=r"names blocks\.1, which is TorchScript"):
+        find_layers([model], ["blocks.*"])

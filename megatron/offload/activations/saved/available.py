@@ -56,6 +56,7 @@ from megatron.offload.activations.saved.weight_casts import WeightCast
 Held = SavedView | ResidentTensor | WeightCast  # what autograd holds of an operand
 Edge = tuple[Any, int]  # a node and the number of its result, as a node's `next_functions` has them
 
+_MOST_PLACES = 1 << 14  # in layers, by shape, of which is known whether they compare
 _MOST_HELD = 32  # storages that a codec has encoded: those that a layer saved last
 _MOST_COPIED = 1 << 20  # bytes of a parameter; of a norm's, a few thousand values
 _RESULT = "_raw_saved_result"  # of a node that saves its only result
@@ -70,6 +71,7 @@ class AvailableTensors:
         results: by the node that made it and the number of its result. As long as a node is here,
             no other has its address.
         changed: what nodes have made and others may have written over since, before it was saved.
+        remade: results that were made of what was computed of them, and so may lie otherwise in memory.
         scope: of the layer.
         is_exact: no codec changes operands.
 
@@ -97,6 +99,7 @@ class AvailableTensors:
         self._unpack = unpack
         self.results: dict[Edge, Held] = {}
         self.changed: set[Edge] = set()
+        self.remade: set[Edge] = set()
         self._taken_back: set[int] = set()  # parameters, by address
         # Note [Results of modules]
         self._returned: dict[Edge, weakref.ref[torch.Tensor]] = {}
@@ -117,6 +120,7 @@ class AvailableTensors:
         else:
             if edge is not None:
                 self.results[edge] = held
+                self.remade.discard(edge)
             if (base := tensor._base) is not None and base.nbytes <= _MOST_COPIED:
                 self._note_base(base)
         is_copied = id(tensor) in self._taken_back and tensor.nbytes <= _MOST_COPIED
@@ -217,6 +221,7 @@ class AvailableTensors:
         self.scope = _NOWHERE
         self.results.clear()
         self.changed.clear()
+        self.remade.clear()
         self._bases.clear()
 
     def enter(self, scope: Scope, tensor: torch.Tensor) -> None:
@@ -226,6 +231,8 @@ class AvailableTensors:
             self._exact.clear()
             self._pass, self._place = now, (scope.chunk, scope.layer, tensor.shape, tensor.dtype)
             self._holds = self._compared.get(self._place, True)
+            if len(self._compared) == _MOST_PLACES:
+                self._compared.clear()
             self._compared[self._place] = False
 
     def compares(self) -> None:

@@ -8,7 +8,8 @@ Batches that are padded to their longest text have another shape in each step, a
 another number of tokens. To compare in each shape anew takes a replay in forward, for which an
 accelerator's host waits, and reads what has left memory already. So where the same operations have
 been right `_CHECKS_OF_A_KIND` times in a layer, and never wrong, they are trusted in other shapes.
-Each use is sampled then: Note [Samples] in `recipe.py`.
+Each use is sampled then: Note [Samples] in `recipe.py`. A CPU compares in each shape: its functions
+round what is left over from vectors otherwise, and no host waits for a device.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megatron.offload.activations.saved.scope import Scope
 _CHECKS = 2  # of a program
 _CHECKS_OF_A_KIND = 8
 _MOST_UNSEEN = 4  # passes in which exact operands were missing, before a program is given up
-_MOST_PROGRAMS = 1 << 14
+_MOST_PROGRAMS = 1 << 15  # some 2 KiB each: of a step with 32 layers some 50 shapes
 
 
 @dataclasses.dataclass

@@ -9,6 +9,12 @@ Where a few heads of keys and values serve many queries, models repeat them for 
 saves the repeats. What was repeated is saved by no operation. So one of the repeats is cut out of
 the target, and is saved instead. A norm that subtracts a mean for its deviation and once more for
 its result has saved the same bytes before.
+
+Note [Layouts that the graph does not show]
+A copy may lie in memory otherwise than what it is of (`x.t().contiguous()`), and its node does not
+say how. That matters where the copy is not the target, whose layout is known: a CPU computes most
+values in vectors and the last few one by one, and some functions then differ in the last bit. So it
+is with what was made of a target to be saved instead: it lies as the target does.
 """
 
 from __future__ import annotations
@@ -83,6 +89,7 @@ class RecipeSearch:
     def _begin(self) -> None:
         self._known: dict[Edge, int] = {}
         self._of_held: dict[int, int] = {}
+        self._copies: set[int] = set()  # Note [Layouts that the graph does not show]; and views
         self._num_nodes = 0
         self.depth = 1
         self.parameter_bytes = 0
@@ -99,7 +106,7 @@ class RecipeSearch:
         twin = self._available.twin_of(edge)
         if twin is not None:
             return self._step(Step(torch.clone, (self._operand(twin),)))
-        return self._result(edge, is_target=True) if self._save_repeated(edge) else None
+        return self._result(edge, is_target=True) if self._find_repeated(edge) else None
 
     def _result(self, edge: Edge, *, is_target: bool = False) -> int | None:
         """A result of a node, as a program names it; None: it cannot be had.
@@ -113,6 +120,8 @@ class RecipeSearch:
         held = None if is_target else self._available.result_of(edge) or self._returned(edge)
         if held is not None:
             value = self._operand(held)
+            if edge in self._available.remade:
+                self._copies.add(value)
         elif not is_target and edge in self._available.changed:
             return None
         elif self._num_nodes < _MOST_NODES:
@@ -157,8 +166,8 @@ class RecipeSearch:
         self.steps.append(step)
         return len(self.steps) - 1
 
-    def _save_repeated(self, edge: Edge) -> bool:
-        """Note [Saved once]; whether it has saved anything."""
+    def _find_repeated(self, edge: Edge) -> bool:
+        """Saves what the target repeats: Note [Saved once]. Returns whether it repeats anything."""
         node, number = edge
         while _runs(node) in (torch.reshape, torch.clone):  # which leave values in their order
             node, number = origin_of(*node.next_functions[0])
@@ -175,7 +184,9 @@ class RecipeSearch:
             inner = dim - len(shape) + len(once)
             if inner < 0 or once[inner] != size:
                 repeats = repeats.narrow(dim, 0, 1)
-        self._save_for(source, repeats.clone(memory_format=torch.contiguous_format).reshape(once))
+        one = repeats.clone(memory_format=torch.contiguous_format).reshape(once)
+        self._available.remade.add(source)
+        self._save_for(source, one)
         return True
 
     def _function(self, node: Any) -> int | None:
@@ -243,7 +254,13 @@ class RecipeSearch:
             constants = (*constants, eps)
             if not self._available.is_exact:  # the deviations are those of the exact operand
                 function = layer_norm_of_decoded
-        return self._step(Step(function, tuple(values), constants))
+        is_of_copy = any(one in self._copies for one in values)
+        if is_of_copy and operation.by_layout and constants != (1,):
+            return None
+        value = self._step(Step(function, tuple(values), constants))
+        if is_of_copy or _is_copy(node, number):
+            self._copies.add(value)
+        return value
 
     def _is_out_of_reach(self, edge: Edge) -> bool:
         """Whether a result can be no operand, as is seen at once: the search need not begin."""
@@ -305,6 +322,7 @@ class RecipeSearch:
             return None
         if dtype.itemsize >= target.dtype.itemsize:
             return None
+        self._available.remade.add((source, number))
         return self._operand(self._save_for((source, number), target.detach().to(dtype)))
 
 
@@ -312,3 +330,13 @@ def _runs(node: Any) -> Any:
     """The operation that a replay runs for a node; None: there is none."""
     operation = None if node is None else operation_of(node)
     return None if operation is None else operation.operation
+
+
+def _is_copy(node: Any, number: int) -> bool:
+    """Whether a result may differ from the operand in its layout: a clone, a cast to its type."""
+    name = type(node).__name__
+    if name != "ToCopyBackward0":
+        return name == "CloneBackward0"
+    source, result = node.next_functions[0]
+    dtype: torch.dtype = source._input_metadata[result].dtype
+    return dtype is node._input_metadata[number].dtype

@@ -137,7 +137,7 @@ class RecipeFinder:
         self._device = device
         self._fetch = fetch
         self.available = AvailableTensors(device, unpack, norms, is_exact=is_exact)
-        self._programs = CheckedPrograms(trusts_kinds=is_exact)
+        self._programs = CheckedPrograms(trusts_kinds=is_exact and device.type != "cpu")
         self._fruitless = _Fruitless()
         self._scalars: dict[Any, float] = {}  # that were right last, to be compared first
 
@@ -265,6 +265,8 @@ class RecipeFinder:
             return None
         for one in (scalar, round(1024 * scalar) / 1024):
             if self._gives(with_scalar(one), list(operands), target):
+                if len(self._scalars) == _MOST_KINDS:
+                    self._scalars.clear()
                 self._scalars[key] = one
                 return with_scalar(one)
         return None

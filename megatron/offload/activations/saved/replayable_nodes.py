@@ -35,6 +35,8 @@ class NodeOperation(NamedTuple):
         optional: inputs that may be missing.
         instead: says of a node which operation it is; None: this one.
         listed: name of a list of saved tensors, which are inputs behind the others.
+        by_layout: a CPU rounds some values otherwise than others, and which these are depends on
+            how the inputs lie in memory. Not so where the constant is a factor of 1.
     """
 
     operation: Operation
@@ -44,6 +46,7 @@ class NodeOperation(NamedTuple):
     optional: tuple[str, ...] = ()
     instead: Callable[[Any], NodeOperation | None] = lambda _: None
     listed: str = ""
+    by_layout: bool = False
 
 
 SHAPE, DTYPE, NUMBER = "shape", "dtype", "number"
@@ -90,8 +93,8 @@ _NODES: dict[str, NodeOperation] = {
     "MulBackward0": NodeOperation(torch.mul, ("self", "other")),
     "MulBackward1": NodeOperation(torch.mul, (None,), ("other",)),
     "DivBackward0": NodeOperation(torch.div, ("self", "other")),
-    "AddBackward0": NodeOperation(run.add, (None, None), ("alpha",), SCALAR),
-    "SubBackward0": NodeOperation(run.sub, (None, None), ("alpha",), SCALAR),
+    "AddBackward0": NodeOperation(run.add, (None, None), ("alpha",), SCALAR, by_layout=True),
+    "SubBackward0": NodeOperation(run.sub, (None, None), ("alpha",), SCALAR, by_layout=True),
     "RsubBackward1": NodeOperation(run.subtract_from, (None,), (), SCALAR),
     "NativeLayerNormBackward0": NodeOperation(
         run.layer_norm,
@@ -112,32 +115,36 @@ _NODES: dict[str, NodeOperation] = {
     ),
     "NativeBatchNormBackward0": _batch_norm_of("eps"),
     "CudnnBatchNormBackward0": _batch_norm_of("epsilon"),
-    "SiluBackward0": NodeOperation(F.silu, _OF_SELF),
-    "GeluBackward0": NodeOperation(run.gelu, _OF_SELF, ("approximate",)),
-    "MishBackward0": NodeOperation(F.mish, _OF_SELF),
+    "SiluBackward0": NodeOperation(F.silu, _OF_SELF, by_layout=True),
+    "GeluBackward0": NodeOperation(run.gelu, _OF_SELF, ("approximate",), by_layout=True),
+    "MishBackward0": NodeOperation(F.mish, _OF_SELF, by_layout=True),
     "HardswishBackward0": NodeOperation(F.hardswish, _OF_SELF),
     "HardsigmoidBackward0": NodeOperation(F.hardsigmoid, _OF_SELF),
     "LeakyReluBackward0": NodeOperation(F.leaky_relu, _OF_SELF, ("negative_slope",)),
     "LeakyReluBackward1": NodeOperation(F.leaky_relu, (None,), ("negative_slope",)),
-    "EluBackward0": NodeOperation(run.elu, _OF_SELF, ("alpha", "scale", "input_scale")),
-    "EluBackward1": NodeOperation(run.elu, (None,), ("alpha", "scale", "input_scale")),
-    "SoftplusBackward0": NodeOperation(F.softplus, _OF_SELF, ("beta", "threshold")),
-    "LogSigmoidBackward0": NodeOperation(F.logsigmoid, _OF_SELF),
-    "GluBackward0": NodeOperation(run.glu, _OF_SELF, ("dim",)),
-    "PowBackward0": NodeOperation(torch.pow, _OF_SELF, ("exponent",)),
-    "ErfBackward0": NodeOperation(torch.erf, _OF_SELF),
-    "CosBackward0": NodeOperation(torch.cos, _OF_SELF),
-    "SinBackward0": NodeOperation(torch.sin, _OF_SELF),
-    "LogBackward0": NodeOperation(torch.log, _OF_SELF),
+    "EluBackward0": NodeOperation(
+        run.elu, _OF_SELF, ("alpha", "scale", "input_scale"), by_layout=True
+    ),
+    "EluBackward1": NodeOperation(
+        run.elu, (None,), ("alpha", "scale", "input_scale"), by_layout=True
+    ),
+    "SoftplusBackward0": NodeOperation(F.softplus, _OF_SELF, ("beta", "threshold"), by_layout=True),
+    "LogSigmoidBackward0": NodeOperation(F.logsigmoid, _OF_SELF, by_layout=True),
+    "GluBackward0": NodeOperation(run.glu, _OF_SELF, ("dim",), by_layout=True),
+    "PowBackward0": NodeOperation(torch.pow, _OF_SELF, ("exponent",), by_layout=True),
+    "ErfBackward0": NodeOperation(torch.erf, _OF_SELF, by_layout=True),
+    "CosBackward0": NodeOperation(torch.cos, _OF_SELF, by_layout=True),
+    "SinBackward0": NodeOperation(torch.sin, _OF_SELF, by_layout=True),
+    "LogBackward0": NodeOperation(torch.log, _OF_SELF, by_layout=True),
     "AbsBackward0": NodeOperation(torch.abs, _OF_SELF),
     "ClampBackward1": NodeOperation(run.clamp, _OF_SELF, ("min", "max")),
     "HardtanhBackward0": NodeOperation(F.hardtanh, _OF_SELF, ("min_val", "max_val")),
-    "TanhBackward0": NodeOperation(torch.tanh),
-    "SigmoidBackward0": NodeOperation(torch.sigmoid),
+    "TanhBackward0": NodeOperation(torch.tanh, by_layout=True),
+    "SigmoidBackward0": NodeOperation(torch.sigmoid, by_layout=True),
     "ReluBackward0": NodeOperation(torch.relu),
-    "ExpBackward0": NodeOperation(torch.exp),
+    "ExpBackward0": NodeOperation(torch.exp, by_layout=True),
     "SqrtBackward0": NodeOperation(torch.sqrt),
-    "RsqrtBackward0": NodeOperation(torch.rsqrt),
+    "RsqrtBackward0": NodeOperation(torch.rsqrt, by_layout=True),
     "ReciprocalBackward0": NodeOperation(torch.reciprocal),
     "NegBackward0": NodeOperation(torch.neg),
     "LogSoftmaxBackward0": NodeOperation(run.log_softmax, (None,), ("dim", DTYPE)),

@@ -30,10 +30,11 @@ def find_layers(
     Args:
         models: with more than one, names begin with `0.`, `1.` and so on.
         named: classes, names of classes or patterns of module names; None: transformers' layers,
-            or else modules with parts of their own that repeat in a ModuleList or Sequential.
+            or else modules with parts of their own that repeat in a ModuleList or Sequential. What
+            TorchScript runs is no layer, for it takes no hooks.
 
     Raises:
-        ConfigurationError: something that was named is not there.
+        ConfigurationError: something that was named is not there, or is TorchScript.
     """
     found: dict[torch.nn.Module, str] = {}
     for number, model in enumerate(models):
@@ -47,6 +48,12 @@ def find_layers(
         chosen = chosen or list(_repeated(found))
     inside = {inner for one in chosen for inner in one.modules() if inner is not one}
     is_chosen = {called for one in chosen if one not in inside for called in _called(one)}
+    for one in is_chosen if named is not None else ():
+        if isinstance(one, torch.jit.ScriptModule):
+            raise ConfigurationError(
+                f"layers= names {found[one]}, which is TorchScript and takes no hooks; leave it "
+                "out, or give its place to the module that the script was made of"
+            )
     return {module: name for module, name in found.items() if module in is_chosen}
 
 
@@ -54,7 +61,8 @@ def called_parts(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """The model, and the modules in it that a training loop may call in its place."""
     yield model
     for child in model.children():
-        if any(True for _ in child.parameters()):
+        is_script = isinstance(child, torch.jit.ScriptModule)  # which takes no hooks
+        if not is_script and any(True for _ in child.parameters()):
             yield child
             if len(list(model.children())) == 1:  # a wrapper
                 yield from called_parts(child)
@@ -100,6 +108,7 @@ def _repeated(modules: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
         if not isinstance(module, torch.nn.ModuleList | torch.nn.Sequential):
             continue
         own = [child for child in module.children() if any(True for _ in child.children())]
+        own = [child for child in own if not isinstance(child, torch.jit.ScriptModule)]
         most = Counter(type(child) for child in own).most_common(1)
         if most and most[0][1] > 1:
             yield from (child for child in own if type(child) is most[0][0])
@@ -107,8 +116,8 @@ def _repeated(modules: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
 
 def _called(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """A module; of a list or a dict, which no model calls, what it calls of that instead."""
-    is_plain = type(module).forward is torch.nn.Module.forward
-    if not (is_plain and isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict)):
+    is_list = isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict)
+    if not is_list or type(module).forward is not torch.nn.Module.forward:
         yield module
         return
     for child in module.children():
