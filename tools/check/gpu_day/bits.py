@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from check.gpu.parity import deterministic, same_bits
 from check.gpu_day.convolutions import make_convolutions
 from check.gpu_day.job import Skip
-from check.gpu_day.models import add_adapters, make_model, make_tokens
+from check.gpu_day.models import add_adapters, make_experts, make_model, make_tokens
 from check.gpu_day.settings import Settings, Shape
 from check.gpu_day.ways import start_process_group
 from megatron.offload import LayerMajor, offload_activations, offload_optimizer, offload_parameters
@@ -49,7 +49,8 @@ class Door:
         tiled: MLPs run over tiles of tokens, in the training without as well.
         codec: of `offload_parameters`; the training without rounds the same weights in memory.
         model: `compiled`, `reduce-overhead`, `checkpointing`, `ddp`, `fsdp2` or `adapters`; or
-            convolutions, `channels first` or `channels last`: with the door and without.
+            convolutions, `channels first` or `channels last`, or `experts`, whose batches have other
+            lengths each: with the door and without.
     """
 
     activations: str | None = None
@@ -81,6 +82,7 @@ DOORS: dict[str, Door] = {
     "replay and activations on host": Door("host"),
     "replay of convolutions": Door("keep", model="channels first"),
     "replay of convolutions, channels last": Door("keep", model="channels last"),
+    "replay of experts, in other lengths": Door("keep", model="experts"),
     "recomputed with inputs on host": Door(
         "host", {"recompute_layers": "all", "recompute_input": "host"}
     ),
@@ -164,11 +166,7 @@ def _train(
 def _with_loop(
     door: Door, shape: Shape, settings: Settings
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    if door.model in _CONVOLUTIONS:
-        is_last = door.model == "channels last"
-        plain: Any = make_convolutions(shape, settings.device, channels_last=is_last)
-    else:
-        plain = make_model(shape, settings.device)
+    plain = _plain(door, shape, settings)
     if door.model == "adapters":
         plain = add_adapters(plain, shape)
     if door.codec != "off" and door.parameters is None:
@@ -199,7 +197,12 @@ def _with_loop(
         if door.states is not None:
             handles.enter_context(offload_optimizer(optimizer, **_where(door.states, settings)))
         layer_major = LayerMajor(model, offload=activations) if door.layer_major else None
-        tokens = make_tokens(shape, _NUM_STEPS * _MICRO_BATCHES, settings.device)
+        num_steps = _NUM_STEPS
+        if door.model == "experts":  # until recipes are trusted in lengths that are new
+            num_steps = 2 * _NUM_STEPS
+        tokens = make_tokens(shape, num_steps * _MICRO_BATCHES, settings.device)
+        if door.model == "experts":
+            tokens = [one[:, number:] for number, one in enumerate(tokens)]
 
         def loss_of(batch: torch.Tensor) -> torch.Tensor:
             if has_graphs:  # else the results of the graph before are in use
@@ -209,7 +212,7 @@ def _with_loop(
 
         for param in model.parameters() if has_graphs else ():
             param.grad = torch.zeros_like(param)  # not one of a graph's results, which do not stay
-        for step in range(_NUM_STEPS):
+        for step in range(num_steps):
             batches = tokens[step * _MICRO_BATCHES :][:_MICRO_BATCHES]
             losses = _step(batches, loss_of, layer_major)
             for number, loss in enumerate(losses):
@@ -226,6 +229,15 @@ def _with_loop(
         found[name] = whole.detach().cpu()
     _check_moved(door, moved)
     return found, moved
+
+
+def _plain(door: Door, shape: Shape, settings: Settings) -> Any:
+    """The model of a door, without the door."""
+    if door.model in _CONVOLUTIONS:
+        is_last = door.model == "channels last"
+        return make_convolutions(shape, settings.device, channels_last=is_last)
+    make = make_experts if door.model == "experts" else make_model
+    return make(shape, settings.device)
 
 
 def _step(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Llamas of transformers with its own defaults: `make_model`, `add_adapters`, `make_tokens`.
+"""Models of transformers with its own defaults: `make_model`, `add_adapters`, `make_tokens`.
 
 `training.py`, `bits.py` and `forward.py` run them; `config_of` and `rank_of` are for estimates of
 them too. Knows nothing of offload.
@@ -35,12 +35,32 @@ def rank_of(shape: Shape) -> int:
 
 def make_model(shape: Shape, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Any:
     """A new model on a device, from a fixed seed; training has begun."""
+    return _made(transformers.LlamaForCausalLM, config_of(shape), device, dtype)
+
+
+def make_experts(shape: Shape, device: torch.device) -> Any:
+    """A mixture of experts instead, each token to 4 of 16: each is an eighth as wide as the MLP."""
+    config = transformers.Qwen3MoeConfig(
+        num_hidden_layers=shape.layers,
+        hidden_size=shape.hidden,
+        moe_intermediate_size=shape.intermediate // 8,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.hidden // shape.heads,
+        vocab_size=shape.vocab,
+        num_experts=16,
+        num_experts_per_tok=4,
+    )
+    return _made(transformers.Qwen3MoeForCausalLM, config, device, torch.bfloat16)
+
+
+def _made(kind: Any, config: Any, device: torch.device, dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with device:
-            model = transformers.LlamaForCausalLM(config_of(shape))
+            model = kind(config)
     finally:
         torch.set_default_dtype(before)
     return model.train()
