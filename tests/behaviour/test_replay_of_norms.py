@@ -453,12 +453,13 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "mixed"])
 @pytest.mark.parametrize("norm", NORMS)
-def test_norms_of_channels_without_weight_are_computed_again(tmp_path, norm):
+def test_norms_of_channels_without_weight_are_computed_again(tmp_path, norm, dtype):
     """And instance norms, whose results are views: what is written into these is saved."""
 
     def train(directory: Path | None) -> tuple[list[Tensor], int, dict[str, int]]:
-        blocks = convolutions("relu")
+        blocks = convolutions("relu", dtype)
         for one in blocks[1:]:
             one.norms = nn.ModuleList(NORMS[norm]() for _ in range(2))
             one.adds_in_place = False

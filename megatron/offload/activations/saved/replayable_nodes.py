@@ -159,7 +159,8 @@ def _batch_norm(
     if one.is_cuda:
         return torch.batch_norm_elemt(one, weight, bias, mean, rstd, eps)
     _require_contiguous(one, is_last=one.stride(1) == 1)
-    return torch.native_batch_norm(one, weight, bias, None, None, True, 0.0, eps)[0]
+    running = torch.zeros_like(mean), torch.zeros_like(mean)  # whose type a CPU computes in
+    return torch.native_batch_norm(one, weight, bias, *running, True, 0.0, eps)[0]
 
 
 def _batch_norm_evaluated(*operands: Any) -> torch.Tensor:
