@@ -391,8 +391,9 @@ def living(kind: type) -> int:
 
 COPIES: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda h: h.t().contiguous(),
-    "channels last": lambda h: h.view(1, 5, 3, 7).contiguous(memory_format=torch.channels_last),
-    "cast": lambda h: h.view(1, 5, 3, 7).to(memory_format=torch.channels_last),
+    "channels last": lambda h: h.view(1, 5, 2, 11).contiguous(memory_format=torch.channels_last),
+    "cast": lambda h: h.view(1, 5, 2, 11).to(memory_format=torch.channels_last),
+    "wider": lambda h: h.view(1, 5, 2, 11).to(torch.double, memory_format=torch.channels_last),
 }
 
 
@@ -428,7 +429,7 @@ def test_the_layout_of_a_copy_that_is_not_saved_is_not_guessed(make_engine, copy
     def make() -> list[Tensor]:
         steps.append(0)
         x = 4 * torch.randn(5, 48) if len(steps) % 12 > 4 else torch.zeros(5, 48)
-        return [x.requires_grad_(), leaf(48, 21)]
+        return [x.requires_grad_(), leaf(48, 22)]
 
     def layer(x: Tensor, first: Tensor) -> Tensor:
         h = x @ first

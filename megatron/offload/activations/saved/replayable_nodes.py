@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from megatron.offload.activations.saved.recipe import Layout, Operation, Step, require_same_bytes
+from megatron.offload.activations.saved.recipe import Layout, Operation, Step, require_same_values
 from megatron.offload.errors import OffloadError
 
 _LARGEST_DIMENSION = 1 << 63  # autograd shows a negative dimension as that much more
@@ -105,7 +105,7 @@ def _layer_norm(
         f"a layer norm that runs again with the eps {eps} of its module divides by another "
         "deviation than in forward, which used another eps; set --activation-replay off"
     )
-    require_same_bytes(found, rstd, OffloadError, sentence)
+    require_same_values(found, rstd, OffloadError, sentence)
     return result
 
 
@@ -128,6 +128,8 @@ def _normed(
     wide = torch.mul(one, rstd) if mean is None else torch.sub(one, mean).mul_(rstd)
     if weight is not None:
         wide.mul_(weight)
+    elif mean is not None and not wide.is_cuda:
+        wide.add_(0.0)  # as if there were a bias: -0 becomes 0
     return wide.to(one.dtype)
 
 
