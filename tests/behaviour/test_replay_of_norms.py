@@ -154,6 +154,30 @@ def test_a_fused_rms_norm_is_computed_again(make_engine, has_weight, dtype, way)
 
 
 @pytest.mark.usefixtures("fused_rms_norm")
+def test_a_norm_without_weight_makes_no_negative_zero(make_engine):
+    """What is masked is -0 where it was negative; a CPU adds a bias of 0."""
+    engine, masks = make_engine(), [torch.ones(8, 1)] * 3 + [torch.arange(8.0).view(8, 1) % 2] * 9
+    steps: list[int] = []
+
+    def layer(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        h = (x @ first) * masks[len(steps) % len(masks)]
+        steps.append(0)
+        return F.layer_norm(h, (64,)) @ second
+
+    plain = train(None, "context", layer, weights, num_steps=12)
+    assert all(map(torch.equal, train(engine, "context", layer, weights, num_steps=12), plain))
+    assert engine.statistics.replayed_bytes
+    h = torch.tensor([[0.0, -0.0]], requires_grad=True)
+    result = F.layer_norm(h, (2,))
+    node: Any = result.grad_fn
+    found = (
+        operation_of(node)
+        .instead(node)
+        .operation(h, None, node._saved_result2, node._saved_result1)
+    )
+    assert torch.equal(found.signbit(), result.signbit())
+
+
 def test_what_a_norm_divides_by_is_not_taken_for_its_result(engine):
     result, rstd = torch.ops.aten._fused_rms_norm(leaf(), [48], None, 1e-3)
     available = engine.hooks.recipes.available
@@ -453,12 +477,13 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "mixed"])
 @pytest.mark.parametrize("norm", NORMS)
-def test_norms_of_channels_without_weight_are_computed_again(tmp_path, norm):
+def test_norms_of_channels_without_weight_are_computed_again(tmp_path, norm, dtype):
     """And instance norms, whose results are views: what is written into these is saved."""
 
     def train(directory: Path | None) -> tuple[list[Tensor], int, dict[str, int]]:
-        blocks = convolutions("relu")
+        blocks = convolutions("relu", dtype)
         for one in blocks[1:]:
             one.norms = nn.ModuleList(NORMS[norm]() for _ in range(2))
             one.adds_in_place = False

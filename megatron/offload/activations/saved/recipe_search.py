@@ -58,6 +58,7 @@ from megatron.offload.activations.saved.resident import ResidentTensor
 from megatron.offload.activations.saved.view import SavedView
 from megatron.offload.activations.saved.weight_casts import is_away
 
+_LEAST_DIMENSIONS = 4  # of tensors whose channels may come last
 _MOST_NODES = 24  # that a search looks at: it ends soon in sums that go on through all layers
 
 
@@ -333,10 +334,10 @@ def _runs(node: Any) -> Any:
 
 
 def _is_copy(node: Any, number: int) -> bool:
-    """Whether a result may differ from the operand in its layout: a clone, a cast to its type."""
+    """Whether a result may lie otherwise than the operand: a clone, a cast that may say so too."""
     name = type(node).__name__
     if name != "ToCopyBackward0":
         return name == "CloneBackward0"
-    source, result = node.next_functions[0]
-    dtype: torch.dtype = source._input_metadata[result].dtype
-    return dtype is node._input_metadata[number].dtype
+    source, of_source = node.next_functions[0]
+    made, of = node._input_metadata[number], source._input_metadata[of_source]
+    return made.dtype is of.dtype or len(made.shape) >= _LEAST_DIMENSIONS

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatron.offload.activations.saved.recipe import Layout, Step, require_same_bytes
+from megatron.offload.activations.saved.recipe import Layout, Step, require_same_values
 from megatron.offload.errors import OffloadError
 
 
@@ -67,7 +67,7 @@ def layer_norm(
         f"a layer norm that runs again with the eps {eps} of its module divides by another "
         "deviation than in forward, which used another eps; set --activation-replay off"
     )
-    require_same_bytes(found, rstd, OffloadError, sentence)
+    require_same_values(found, rstd, OffloadError, sentence)
     return result
 
 
@@ -90,6 +90,8 @@ def normed(
     wide = torch.mul(one, rstd) if mean is None else torch.sub(one, mean).mul_(rstd)
     if weight is not None:
         wide.mul_(weight)
+    elif mean is not None and not wide.is_cuda:
+        wide.add_(0.0)  # as if there were a bias: -0 becomes 0
     return wide.to(one.dtype)
 
 
@@ -121,7 +123,8 @@ def batch_norm(
     if one.is_cuda:
         return torch.batch_norm_elemt(one, weight, bias, mean, rstd, eps)
     require_contiguous(one, is_last=one.stride(1) == 1)
-    return torch.native_batch_norm(one, weight, bias, None, None, True, 0.0, eps)[0]
+    running = torch.zeros_like(mean), torch.zeros_like(mean)  # whose type a CPU computes in
+    return torch.native_batch_norm(one, weight, bias, *running, True, 0.0, eps)[0]
 
 
 def batch_norm_evaluated(*operands: Any) -> torch.Tensor:
