@@ -523,7 +523,8 @@ def test_where_channels_come_last_statistics_are_not_computed_again(tmp_path, pr
 
     ours, replayed_bytes, _ = train(tmp_path)
     assert all(map(torch.equal, ours, train(None)[0]))
-    assert (replayed_bytes > 0) == (prepare == "evaluated")
+    is_replayed = prepare == "evaluated" or torch.empty(0).device.type != "cpu"
+    assert (replayed_bytes > 0) == is_replayed
 
 
 @pytest.mark.parametrize("behind", [False, True])

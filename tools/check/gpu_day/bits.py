@@ -49,8 +49,8 @@ class Door:
         tiled: MLPs run over tiles of tokens, in the training without as well.
         codec: of `offload_parameters`; the training without rounds the same weights in memory.
         model: `compiled`, `reduce-overhead`, `checkpointing`, `ddp`, `fsdp2` or `adapters`; or
-            convolutions, `channels first` or `channels last`, or `experts`, whose batches have other
-            lengths each: with the door and without.
+            convolutions, `channels first` or `channels last`, or `experts`, each of whose batches
+            has another length: with the door and without.
     """
 
     activations: str | None = None

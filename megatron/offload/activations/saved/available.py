@@ -71,7 +71,7 @@ class AvailableTensors:
         results: by the node that made it and the number of its result. As long as a node is here,
             no other has its address.
         changed: what nodes have made and others may have written over since, before it was saved.
-        remade: results that were made of what was computed of them, and so may lie otherwise in memory.
+        remade: results that were made of what was computed of them: they may lie otherwise.
         scope: of the layer.
         is_exact: no codec changes operands.
 
