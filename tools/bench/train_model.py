@@ -87,6 +87,8 @@ def _mixtral(args: argparse.Namespace) -> Any:
 
 def _qwen3_moe(args: argparse.Namespace) -> Any:
     """With the proportions of Qwen3-30B-A3B: each token goes to 8 experts."""
+    # Else several threads add up the gradients of a token in any order.
+    torch.use_deterministic_algorithms(True)
     heads = args.hidden // 64
     config = transformers.Qwen3MoeConfig(
         **_sizes(args),

@@ -72,7 +72,8 @@ class CheckedProgram:
     def use(self) -> bool:
         """It is used once more; whether some values of its result are to be kept."""
         self.num_uses += 1
-        return self.num_uses % SAMPLED_OF == 0 or not self._is_checked
+        is_unseen = self.is_trusted and not self._is_checked
+        return self.num_uses % SAMPLED_OF == 0 or is_unseen
 
 
 class CheckedPrograms:
