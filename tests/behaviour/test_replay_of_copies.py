@@ -60,6 +60,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "repeats": lambda x: x[:, :16].unsqueeze(1).expand(8, 4, 16).reshape(8, 64),
     "repeats in new dimensions": lambda x: x[0].expand(2, 4, 64).contiguous().view(8, 64),
     "repeats of repeats": lambda x: x[:4, :16, None].expand(2, 4, 16, 4).reshape(8, 64),
+    "repeats side by side": lambda x: x[:4, :16].repeat(2, 4),
+    "repeats of all": lambda x: x[0].repeat(8, 1).view(8, 64),
     "deviation": deviation,
 }
 

@@ -172,7 +172,7 @@ class RecipeSearch:
         node, number = edge
         while _runs(node) in (torch.reshape, torch.clone):  # which leave values in their order
             node, number = origin_of(*node.next_functions[0])
-        if _runs(node) is not torch.Tensor.expand:
+        if _runs(node) not in (torch.Tensor.expand, torch.Tensor.repeat):
             return False
         source = origin_of(*node.next_functions[0])
         if source[0] is None or getattr(source[0], "variable", None) is not None:
@@ -181,10 +181,8 @@ class RecipeSearch:
         if 2 * math.prod(once) > math.prod(shape):
             return False
         repeats = self.target.detach().reshape(shape)
-        for dim, size in enumerate(shape):
-            inner = dim - len(shape) + len(once)
-            if inner < 0 or once[inner] != size:
-                repeats = repeats.narrow(dim, 0, 1)
+        for dim, size in enumerate((1,) * (len(shape) - len(once)) + once):
+            repeats = repeats.narrow(dim, 0, size)
         one = repeats.clone(memory_format=torch.contiguous_format).reshape(once)
         self._available.remade.add(source)
         self._save_for(source, one)
