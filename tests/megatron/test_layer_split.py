@@ -70,10 +70,12 @@ def block(monkeypatch: pytest.MonkeyPatch) -> Iterator[Layer]:
 
 
 def run(
-    layer: Layer, policy: Divider | None, granularity: str = "part"
+    layer: Layer, policy: Divider | None, granularity: str = "part", replay: str = "on"
 ) -> tuple[list[torch.Tensor], int]:
     """One step. Gradients, and how many storages moved."""
-    config = OffloadConfig(mode="host", min_bytes=1, host_budget=1 << 24, granularity=granularity)
+    config = OffloadConfig(
+        mode="host", min_bytes=1, host_budget=1 << 24, granularity=granularity, replay=replay
+    )
     engine = OffloadEngine(config, policy=policy)
     engine.exclude(layer.parameters())
     calls = LayerHooks(engine, [layer])
@@ -81,7 +83,7 @@ def run(
     layer.zero_grad()
     with engine.step():
         with engine.forward(Scope()) as save_order:
-            output, _ = calls.layer(Layer.forward, layer, (x * 1,), {})
+            output, _ = calls.layer(Layer.forward, layer, (x.flip(0),), {})  # not computed again
         with engine.backward(save_order):
             output.sum().backward()
     moved = engine.statistics.offloaded_storages
@@ -92,13 +94,27 @@ def run(
 
 
 def test_each_storage_belongs_to_one_group(block: Layer) -> None:
-    whole, num_all = run(block, None)
+    whole, num_all = run(block, None, replay="off")
     moved = {}
     for moving in ({"attention"}, {"mlp"}, {"attention", "mlp"}):
         gradients, moved[tuple(sorted(moving))] = run(block, Divider(moving))
         assert all(map(torch.equal, gradients, whole))
     assert moved["attention",] > 0 and moved["mlp",] > 0
     assert moved["attention",] + moved["mlp",] == moved["attention", "mlp"] == num_all
+
+
+class Replaying(Divider):
+    """It computes again as well."""
+
+    def replays(self, scope: Scope) -> bool:
+        return True
+
+
+def test_what_one_part_saved_the_other_computes_of(block: Layer) -> None:
+    """The middle of the layer is the sum of its input and of what attention made."""
+    whole, moved = run(block, None)
+    gradients, moved_in_parts = run(block, Replaying({"attention", "mlp"}))
+    assert all(map(torch.equal, gradients, whole)) and moved_in_parts == moved > 0
 
 
 def test_attention_comes_first_and_what_both_parts_use_is_the_mlps(block: Layer) -> None:
@@ -114,7 +130,7 @@ def test_a_layer_without_a_middle_is_not_divided(block: Layer) -> None:
     block.pre_mlp_layernorm = None
     policy = Divider({""})
     _, moved = run(block, policy)
-    assert list(policy.asked) == [""] and moved == run(block, None)[1]
+    assert list(policy.asked) == [""] and moved == run(block, None, replay="off")[1]
 
 
 def test_a_middle_that_autograd_does_not_know_divides_nothing(block: Layer) -> None:
@@ -169,9 +185,9 @@ def test_what_an_operation_saved_leaves_when_the_next_one_begins(block: Layer) -
     with engine.step(), engine.forward(Scope()):
         calls.layer(Layer.forward, block, (x * 1,), {})
     # The norm's input and statistics; then the linear's input, the sigmoid's result, and the second
-    # norm's.
-    assert seen == {"input_layernorm": [0], "attention": [3], "mlp": [8]}
-    assert engine.statistics.offloaded_storages == 10
+    # norm's statistics, whose input is computed again.
+    assert seen == {"input_layernorm": [0], "attention": [3], "mlp": [7]}
+    assert engine.statistics.offloaded_storages == 9
     calls.close()
     engine.close()
 
@@ -193,7 +209,7 @@ def test_what_operations_of_a_layer_saved_is_handed_over_at_its_end(
     x = torch.randn(8, HIDDEN, requires_grad=True)
     with engine.step(), engine.forward(Scope()):
         result = calls.layer(Layer.forward, block, (x * 1,), {})
-        assert submitted == [engine.statistics.offloaded_storages] == [10]
+        assert submitted == [engine.statistics.offloaded_storages] == [9]
         del result
     calls.close()
     engine.close()
@@ -265,6 +281,8 @@ class Captures:
 
     parts: list[str] = dataclasses.field(default_factory=list)
     recomputed: dict[str, list[torch.Tensor]] = dataclasses.field(default_factory=dict)
+
+    hooks = SimpleNamespace(end_layer=lambda: None)
 
     def new_batch(self) -> Any:
         return SimpleNamespace(submit=lambda: None)

@@ -187,6 +187,11 @@ class SavedTensorHooks:
                 if storage is not None and self._min_bytes <= storage.nbytes() == tensor.nbytes:
                     self.recipes.available.note_returned(tensor)
 
+    def end_layer(self) -> None:
+        """A layer that was captured in several calls has run: the next one has other operands."""
+        if self.recipes is not None:
+            self.recipes.available.forget()
+
     def end_layers(self) -> None:
         """The last layer of a forward pass has run: nothing is kept for comparisons."""
         self._unreplayed.leave()

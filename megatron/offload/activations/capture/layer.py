@@ -93,8 +93,8 @@ class LayerCapture:
                     if self._hooks.recipes is not None:
                         self._hooks.keep(tensor)  # autograd holds it; a recipe may be of it
             finally:
-                if self._hooks.recipes is not None:
-                    self._hooks.recipes.available.forget()
+                if batch is None:  # else the layer goes on
+                    self._hooks.end_layer()
                 self._step.scope = outer
                 if batch is None:
                     to_write.submit()

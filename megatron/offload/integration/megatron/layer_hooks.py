@@ -269,6 +269,7 @@ class _PiecewiseCapture:
         """The layer has run: captures the rest."""
         self._capture(MLP if self._part == MLP else "", outputs)
         self._batch.submit()
+        self._engine.hooks.end_layer()
 
     def _capture(self, part: str, tensors: list[torch.Tensor]) -> None:
         scope = self._scopes.get(part)
