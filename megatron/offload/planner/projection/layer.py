@@ -17,7 +17,8 @@ Tokens are taken to be shared out evenly: each rank gets as many from other rank
 are, for each expert of a token, its input, what goes into the activation function and what comes
 out of it, which its probability has multiplied; and the router's scores of all experts. The kernels
 of a GPU fuse activation function and probability; plain torch keeps the product's operand too.
-Nothing of it is replayed, and experts run again as a whole or not at all.
+What could be replayed of it in plain torch is not counted, and experts run again as a whole or not
+at all.
 """
 
 from __future__ import annotations
