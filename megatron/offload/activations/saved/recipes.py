@@ -8,9 +8,9 @@ Note [When a recipe is trusted]
 The graph shows which operation made a tensor and of what. It does not show everything (the eps of a
 norm, the 1 of `1 + x`), and that an operation gives the same bytes again is a claim. So a recipe
 counts where it has given the saved bytes: the first two times that a layer saves a tensor so, it is
-run at once and its result compared. Another stride, dtype, constant or version is another recipe,
-as is at first another shape: Note [Other shapes]. One that fails once is never used again in that
-layer.
+run at once and its result compared. Another shape, stride, dtype, constant or version is another
+recipe; an accelerator trusts it sooner, see Note [Other shapes]. One that fails once is never used
+again in that layer.
 
 Note [Constants that the graph does not show]
 The eps of a norm is what the module that owns its weight says, confirmed by the bytes, and again in
