@@ -159,8 +159,8 @@ class AvailableTensors:
             held = self.held_by(node, "result")
         return held
 
-    def twin_of(self, edge: Edge) -> Held | None:
-        """What is held of another result that the same operation has made of the same tensors."""
+    def common_subexpression(self, edge: Edge) -> Held | None:
+        """What is held of a result that the same operation has made of the same tensors before."""
         node, _ = edge
         operation, edges = operation_of(node), node.next_functions
         if operation is None or operation.inputs != (None,) * len(edges):

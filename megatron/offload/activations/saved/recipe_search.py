@@ -8,7 +8,7 @@ Note [Saved once]
 Where a few heads of keys and values serve many queries, models repeat them for attention, which
 saves the repeats. What was repeated is saved by no operation. So one of the repeats is cut out of
 the target, and is saved instead. A norm that subtracts a mean for its deviation and once more for
-its result has saved the same bytes before.
+its result has saved the same bytes before: a common subexpression.
 
 Note [Layouts that the graph does not show]
 A copy may lie in memory otherwise than what it is of (`x.t().contiguous()`), and its node does not
@@ -104,9 +104,9 @@ class RecipeSearch:
         if found is not None:
             return found
         self._begin()
-        twin = self._available.twin_of(edge)
-        if twin is not None:
-            return self._step(Step(torch.clone, (self._operand(twin),)))
+        same = self._available.common_subexpression(edge)
+        if same is not None:
+            return self._step(Step(torch.clone, (self._operand(same),)))
         return self._result(edge, is_target=True) if self._find_repeated(edge) else None
 
     def _result(self, edge: Edge, *, is_target: bool = False) -> int | None:
