@@ -203,9 +203,9 @@ class RecipeSearch:
         if number and NUMBER not in operation.constants:  # the statistics of a norm
             return None
         operation = operation.instead(node) or operation
-        edges = edges_of(node, operation, number)
-        names = operation.inputs
+        names, edges = operation.inputs, node.next_functions
         if names is ALL_EDGES:
+            edges = edges_of(node, operation, number)
             names = (None,) * len(edges)
         missing = operation.missing
         is_cast_target = is_target and operation.constants == (DTYPE,)

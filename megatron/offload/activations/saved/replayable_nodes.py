@@ -197,7 +197,7 @@ def operation_of(node: Any) -> NodeOperation | None:
 
 
 def edges_of(node: Any, operation: NodeOperation, number: int) -> tuple[Any, ...]:
-    """The edges of a node that are inputs of its operation.
+    """The edges of a node that are inputs of its operation, which takes all that it is given.
 
     A cache that is empty concatenates nothing with the first keys and values. That has no edge; it
     is seen by the others, which fill the result.
