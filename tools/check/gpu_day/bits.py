@@ -197,9 +197,8 @@ def _with_loop(
         if door.states is not None:
             handles.enter_context(offload_optimizer(optimizer, **_where(door.states, settings)))
         layer_major = LayerMajor(model, offload=activations) if door.layer_major else None
-        num_steps = _NUM_STEPS
-        if door.model == "experts":  # until recipes are trusted in lengths that are new
-            num_steps = 2 * _NUM_STEPS
+        # Of other lengths there are as many as recipes are compared in, and some more.
+        num_steps = _NUM_STEPS * (2 if door.model == "experts" else 1)
         tokens = make_tokens(shape, num_steps * _MICRO_BATCHES, settings.device)
         if door.model == "experts":
             tokens = [one[:, number:] for number, one in enumerate(tokens)]
