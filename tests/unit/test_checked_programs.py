@@ -12,6 +12,7 @@ import torch
 from megatron.offload.activations.saved import checked_programs
 from megatron.offload.activations.saved.checked_programs import CheckedProgram, CheckedPrograms
 from megatron.offload.activations.saved.recipe import SAMPLED_OF, Layout, Step
+from megatron.offload.activations.saved.replay_operations import normed
 from megatron.offload.activations.saved.scope import Scope
 
 
@@ -81,6 +82,18 @@ def test_beside_a_codec_each_shape_is_compared() -> None:
     programs = CheckedPrograms(trusts_kinds=False)
     right_in(programs, 20)
     assert not program(programs, 8).is_trusted
+
+
+def test_where_forward_runs_another_kernel_each_shape_is_compared() -> None:
+    programs = CheckedPrograms(trusts_kinds=True)
+
+    def normed_in(size: int) -> CheckedProgram:
+        steps = (Step(normed, (~0, None, ~1)),)
+        return programs.of(Scope(), steps, Layout((size, 64), (64, 1), torch.float32), 0)
+
+    for size in range(20):
+        normed_in(size).note(True)
+    assert not normed_in(20).is_trusted
 
 
 def test_all_uses_of_one_that_was_not_compared_are_sampled() -> None:

@@ -9,7 +9,8 @@ another number of tokens. To compare in each shape anew takes a replay in forwar
 accelerator's host waits, and reads what has left memory already. So where the same operations have
 been right `_CHECKS_OF_A_KIND` times in a layer, and never wrong, they are trusted in other shapes.
 Each use is sampled then: Note [Samples] in `recipe.py`. A CPU compares in each shape: its functions
-round what is left over from vectors otherwise, and no host waits for a device.
+round what is left over from vectors otherwise, and no host waits for a device. So does an
+accelerator where forward runs another kernel, which may be one of several by the shape.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ import dataclasses
 from typing import Any
 
 from megatron.offload.activations.saved.recipe import SAMPLED_OF, Layout, Program, Step
-from megatron.offload.activations.saved.replay_operations import steps_of_a_row
+from megatron.offload.activations.saved.replay_operations import (
+    OF_OTHER_KERNELS,
+    steps_of_a_row,
+)
 from megatron.offload.activations.saved.scope import Scope
 
 _CHECKS = 2  # of a program
@@ -110,7 +114,9 @@ class CheckedPrograms:
             if len(self._programs) == _MOST_PROGRAMS:  # shapes that come once
                 del self._programs[next(iter(self._programs))]
             program = Program(steps, layout, steps_of_a_row(steps, layout))
-            kind = self._kind_of(place, steps, layout, version) if self._trusts_kinds else _Kind()
+            is_same_kernel = OF_OTHER_KERNELS.isdisjoint(step.operation for step in steps)
+            trusts = self._trusts_kinds and is_same_kernel
+            kind = self._kind_of(place, steps, layout, version) if trusts else _Kind()
             found = CheckedProgram(program, kind, num_uses=len(self._programs))
             self._programs[key] = found
         return found

@@ -24,10 +24,12 @@ from megatron.offload.errors import OffloadError
 
 
 def add(one: torch.Tensor, other: torch.Tensor, alpha: float) -> torch.Tensor:
+    """`one + alpha * other`."""
     return torch.add(one, other, alpha=alpha)
 
 
 def sub(one: torch.Tensor, other: torch.Tensor, alpha: float) -> torch.Tensor:
+    """`one - alpha * other`."""
     return torch.sub(one, other, alpha=alpha)
 
 
@@ -135,32 +137,39 @@ def batch_norm_evaluated(*operands: Any) -> torch.Tensor:
 
 
 def require_contiguous(one: torch.Tensor, *, is_last: bool = False) -> None:
+    """Raises OffloadError where a CPU adds up in as many parts as it has threads."""
     if is_last or not one.is_contiguous():
         raise OffloadError("the bits of the norm depend on the number of threads")
 
 
 def gelu(one: torch.Tensor, approximate: str) -> torch.Tensor:
+    """GELU; `approximate` as `torch.nn.functional.gelu` has it."""
     return F.gelu(one, approximate=approximate)
 
 
 def elu(one: torch.Tensor, *constants: float) -> torch.Tensor:
+    """ELU, or a relative of it by its three constants: alpha, scale, scale of the input."""
     return torch.ops.aten.elu(one, *constants)
 
 
 def glu(one: torch.Tensor, dim: int) -> torch.Tensor:
+    """One half of a dimension times the sigmoid of the other half."""
     return F.glu(one, dim)
 
 
 def cast(one: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy in another type."""
     return one.to(dtype, copy=True)
 
 
 def cat(*values: Any) -> torch.Tensor:
+    """All values but the last one, concatenated along that dimension."""
     *tensors, dim = values
     return torch.cat(tensors, dim)
 
 
 def stack(*values: Any) -> torch.Tensor:
+    """All values but the last one, stacked along that new dimension."""
     *tensors, dim = values
     return torch.stack(tensors, dim)
 
@@ -177,7 +186,7 @@ def index(one: torch.Tensor, *indices: torch.Tensor | None) -> torch.Tensor:
 
 
 def _is_mask(found: torch.Tensor | None) -> bool:
-    """Of an accelerator."""
+    """Whether it selects by True, on an accelerator: its host does not know how many there are."""
     return (
         found is not None
         and found.device.type != "cpu"
@@ -186,26 +195,32 @@ def _is_mask(found: torch.Tensor | None) -> bool:
 
 
 def index_select(one: torch.Tensor, indices: torch.Tensor, dim: int) -> torch.Tensor:
+    """Rows of a dimension."""
     return torch.index_select(one, dim, indices)
 
 
 def gather(one: torch.Tensor, indices: torch.Tensor, dim: int) -> torch.Tensor:
+    """One value for each index, along a dimension."""
     return torch.gather(one, dim, indices)
 
 
 def slice_of(one: torch.Tensor, dim: int, start: int, end: int, step: int) -> torch.Tensor:
+    """`one[start:end:step]` of a dimension, a view."""
     return torch.ops.aten.slice(one, dim, start, end, step)
 
 
 def split(one: torch.Tensor, size: int, dim: int, number: int) -> torch.Tensor:
+    """One of the parts of that size, a view."""
     return torch.split(one, size, dim)[number]
 
 
 def split_sizes(one: torch.Tensor, sizes: tuple[int, ...], dim: int, number: int) -> torch.Tensor:
+    """One of the parts of those sizes, a view."""
     return torch.split(one, list(sizes), dim)[number]
 
 
 def unbind(one: torch.Tensor, dim: int, number: int) -> torch.Tensor:
+    """One of the slices of a dimension, a view."""
     return torch.unbind(one, dim)[number]
 
 
@@ -215,19 +230,27 @@ def alias(one: torch.Tensor) -> torch.Tensor:
 
 
 def log_softmax(one: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """Log-softmax in that type: of the input, or fp32."""
     return torch.ops.aten._log_softmax(one, dim, one.dtype is not dtype)
 
 
 def clamp(one: torch.Tensor, low: float | None, high: float | None) -> torch.Tensor:
+    """Values between two bounds; None: there is none."""
     return torch.clamp(one, low, high)
 
 
 def where(one: torch.Tensor, other: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+    """`one` where the condition holds, else `other`."""
     return torch.where(condition, one, other)
 
 
 def dropped_out(one: torch.Tensor, mask: torch.Tensor, probability: float) -> torch.Tensor:
+    """Dropout with the mask of forward."""
     return one.mul(mask).mul_(1.0 / (1.0 - probability))
+
+
+# Forward computes these by other kernels, so that it is a claim of its own that bits are the same.
+OF_OTHER_KERNELS = frozenset({normed, batch_norm, dropped_out})
 
 
 def steps_of_a_row(steps: tuple[Step, ...], layout: Layout) -> tuple[Step, ...]:
