@@ -132,3 +132,9 @@ def test_what_torchscript_runs_is_no_layer() -> None:
     assert not find_layers([torch.nn.Sequential(scripted, torch.jit.script(Block()))])
     with pytest.raises(ConfigurationError, match=r"names blocks\.1, which is TorchScript"):
         find_layers([model], ["blocks.*"])
+
+
+def test_layers_that_are_refused_are_told_in_the_order_of_the_model() -> None:
+    blocks = torch.nn.Sequential(*(torch.jit.script(Block()) for _ in range(16)))
+    with pytest.raises(ConfigurationError, match=r"names 0, which is TorchScript"):
+        find_layers([blocks], ["[0-9]*"])

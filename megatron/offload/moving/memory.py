@@ -128,7 +128,7 @@ class _DeviceMemory:
 
     def __del__(self) -> None:
         # It was not released: the storage is dropped, now or by others that have it.
-        for stream in self._streams:
+        for stream in vars(self).get("_streams", ()):  # an interrupt may end `__init__`
             used = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
             self._device.used_on(used.set_(self.storage), stream)
 

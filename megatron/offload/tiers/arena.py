@@ -254,7 +254,8 @@ class _Forkable:
         self._advise(mmap.MADV_DOFORK)
 
     def __del__(self) -> None:
-        with contextlib.suppress(ValueError):  # the arena is closed
+        # The arena is closed, or an interrupt has ended `__init__`.
+        with contextlib.suppress(ValueError, AttributeError):
             self._advise(mmap.MADV_DONTFORK)
 
     def _advise(self, advice: int) -> None:

@@ -46,7 +46,11 @@ class PoolRange:
         self.address = arena.address(offset)
 
     def __del__(self) -> None:
-        self._arena.free(self._offset)  # takes no lock
+        try:
+            arena, offset = self._arena, self._offset
+        except AttributeError:  # an interrupt has ended `__init__`
+            return
+        arena.free(offset)  # takes no lock
 
 
 class BouncingBlock(Block):

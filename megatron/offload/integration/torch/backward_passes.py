@@ -82,15 +82,19 @@ class BackwardPasses:
 class _Ending:
     """Says when a pass ends. Held by autograd alone: Note [A pass that an error ends]."""
 
+    _pass: tuple[BackwardPasses, int] | None = None  # an interrupt may end `__init__`
+
     def __init__(self, passes: BackwardPasses, number: int) -> None:
-        self._passes, self._number = passes, number
+        self._pass = passes, number
 
     def __call__(self) -> None:
         """The pass has come to its end."""
-        self._passes.end(self._number)
+        if self._pass is not None:
+            passes, number = self._pass
+            passes.end(number)
 
     def __del__(self) -> None:
-        self._passes.end(self._number)
+        self()
 
 
 def hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:

@@ -132,7 +132,7 @@ class FrozenState:
         for one in self._seen:
             if not _are_same(_values(one.module), one.values):
                 now = self._told(one.module)
-                for name in {*now, *one.told}:
+                for name in now | one.told:
                     if name not in now or name not in one.told:
                         return name
                     if not now[name].is_as(one.told[name]):

@@ -47,7 +47,7 @@ def find_layers(
         chosen = [m for m in found if _CHECKPOINTED in _class_names(m)]
         chosen = chosen or list(_repeated(found))
     inside = {inner for one in chosen for inner in one.modules() if inner is not one}
-    is_chosen = {called for one in chosen if one not in inside for called in _called(one)}
+    is_chosen = {called: None for one in chosen if one not in inside for called in _called(one)}
     for one in is_chosen if named is not None else ():
         if isinstance(one, torch.jit.ScriptModule):
             raise ConfigurationError(

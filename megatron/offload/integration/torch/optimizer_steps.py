@@ -144,12 +144,15 @@ class _Keywords(dict[str, Any]):
         end: is called then.
     """
 
+    _end: Callable[[], None] | None = None  # an interrupt may end `__init__`
+
     def __init__(self, given: dict[str, Any], end: Callable[[], None]) -> None:
         super().__init__(given)
         self._end = end
 
     def __del__(self) -> None:
-        self._end()
+        if self._end is not None:
+            self._end()
 
 
 def _is_left_alone(param: torch.Tensor) -> bool:

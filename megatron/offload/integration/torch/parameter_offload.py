@@ -440,7 +440,7 @@ def _device_of(
             places = " and ".join(sorted(map(str, found)))
             raise _refusal(f"layers are on {places}; give device, where they compute")
         return found.pop()
-    for one in found:
+    for one in sorted(found, key=str):
         if not can_take_place(one, wanted):
             raise _refusal(f"layers are on {one} and cannot be moved to {wanted} one by one; do it")
     return torch.device(wanted)
