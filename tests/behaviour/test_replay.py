@@ -586,6 +586,95 @@ def test_a_parameter_that_changes_where_no_version_shows_it_is_the_one_of_forwar
     assert engine.statistics.num_replays
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_buffer_that_is_written_to_unseen_is_the_one_of_forward(make_engine, way):
+    """Scales and averages are, behind the operation, and not in the first steps."""
+    scale = torch.ones(64)
+
+    def layer(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        return (F.silu(x @ first) * scale) @ second
+
+    def train_with(engine: OffloadEngine | None) -> list[Tensor]:
+        scale.fill_(1.5)
+        found: list[Tensor] = []
+        for step in range(12):
+            torch.manual_seed(step)
+            x, first, second = weights()
+            with contextlib.ExitStack() as stack:
+                if engine is not None:
+                    stack.enter_context(engine.step())
+                    stack.enter_context(forward_pass(engine))
+                    result = run(engine, way, layer, x, first, second)
+                else:
+                    result = layer(x, first, second)
+                if step > 3:
+                    scale.data.mul_(1.25)
+                result.square().sum().backward()
+            found += [x.grad, first.grad, second.grad]
+        return found
+
+    plain = train_with(None)
+    engine = make_engine()
+    assert all(map(torch.equal, train_with(engine), plain))
+    assert engine.statistics.num_replays  # of the last step
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_an_operand_was_before_it_was_changed_is_not_computed_again(make_engine, way):
+    """Autograd does not need the scale where its own operation is not asked for a gradient."""
+
+    def train_with(engine: OffloadEngine | None) -> list[Tensor]:
+        steps: list[int] = []
+
+        def gradients() -> list[Tensor]:
+            torch.manual_seed(len(steps))
+            x, first, second = weights()
+            scale = torch.full((64,), 1.5)
+
+            def layer(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+                act = F.silu(x @ first) * scale
+                steps.append(0)
+                if len(steps) > 3:
+                    scale.mul_(1.25)
+                return act @ second
+
+            if engine is None:
+                result = layer(x, first, second)
+            else:
+                result = run(engine, way, layer, x, first, second)
+                settle(engine)
+            return list(torch.autograd.grad(result.square().sum(), [second]))
+
+        found: list[Tensor] = []
+        for _ in range(6):
+            with contextlib.ExitStack() as stack:
+                if engine is not None:
+                    stack.enter_context(engine.step())
+                    stack.enter_context(forward_pass(engine))
+                found += gradients()
+        return found
+
+    assert all(map(torch.equal, train_with(make_engine()), train_with(None)))
+
+
+@pytest.mark.parametrize("first_value", [0, 1])
+def test_what_is_written_to_a_few_places_is_seen_in_the_end(make_engine, first_value):
+    """Of a result that no operation saves, and from some step on."""
+    steps: list[int] = []
+
+    def layer(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        act = F.silu(x @ first)
+        squared = act * act
+        steps.append(0)
+        if len(steps) > 3:
+            squared.data.view(-1)[first_value::2] = 0  # of the others none
+        return squared.neg() @ second
+
+    with pytest.raises(ChangedInPlaceError, match="behind autograd's back"):
+        train(make_engine(), "context", layer, weights, num_steps=24)
+    assert len(steps) > 3
+
+
 @pytest.mark.parametrize("last", [Tensor.detach, lambda one: one[:3], lambda one: one.t()])
 def test_a_result_has_memory_of_its_own(last):
     x = torch.randn(6, 6)

@@ -102,8 +102,8 @@ def test_all_uses_of_one_that_was_not_compared_are_sampled() -> None:
     trusted, compared = program(programs, 8), program(programs, 9)
     compared.note(True)
     compared.note(True)
-    assert all(trusted.use() for _ in range(3 * SAMPLED_OF))
-    assert sum(compared.use() for _ in range(3 * SAMPLED_OF)) == 3
+    assert len({trusted.use() for _ in range(3 * SAMPLED_OF)} - {None}) == 3 * SAMPLED_OF
+    assert len({compared.use() for _ in range(3 * SAMPLED_OF)} - {None}) == 3
 
 
 def test_shapes_that_come_once_are_forgotten(monkeypatch) -> None:

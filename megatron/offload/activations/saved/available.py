@@ -178,10 +178,13 @@ class AvailableTensors:
         return None
 
     def lacks(self, held: Held) -> bool:
-        """Whether an operand is a parameter without memory: Note [Parameters that are taken back].
+        """Whether an operand is not what was saved any more.
 
-        It is copied when it is saved again.
+        It was changed in place since, or is a parameter without memory, which is copied when it is
+        saved again: Note [Parameters that are taken back].
         """
+        if not isinstance(held, WeightCast) and held.is_changed:
+            return True
         parameter = parameter_of(held)
         if parameter is None or copy_of(held) is not None:
             return False

@@ -73,11 +73,13 @@ class CheckedProgram:
         self.num_unseen += 1
         self.is_refused = self.num_unseen == _MOST_UNSEEN
 
-    def use(self) -> bool:
-        """It is used once more; whether some values of its result are to be kept."""
+    def use(self) -> int | None:
+        """It is used once more; the number of the sample that is to be kept, None: none is."""
         self.num_uses += 1
         is_unseen = self.is_trusted and not self._is_checked
-        return self.num_uses % SAMPLED_OF == 0 or is_unseen
+        if self.num_uses % SAMPLED_OF and not is_unseen:
+            return None
+        return self.num_uses if is_unseen else self.num_uses // SAMPLED_OF
 
 
 class CheckedPrograms:

@@ -35,7 +35,7 @@ class Observer(Protocol):
         Args:
             scope: that saved it.
             storage: which nothing keeps from now on.
-            copied_bytes: of parameters, that are held until then.
+            copied_bytes: of parameters and small buffers, that are held until then.
             codes_bytes: that a codec has made of it; 0: it is computed of other tensors.
         """
         ...

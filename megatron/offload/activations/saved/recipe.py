@@ -22,7 +22,8 @@ Note [Samples]
 A script may also write to a result that no operation saves, unseen by autograd (under `no_grad`,
 through `data`), and may begin with it after the passes in which recipes are compared. So of one use
 in `SAMPLED_OF` of a recipe some values of the result are kept, and have to be the same again. Other
-recipes are sampled in other passes.
+recipes are sampled in other passes, and each time other values of a result: what is written to the
+same few places is seen in the end.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from megatron.offload.errors import ChangedInPlaceError, OffloadError
 
 SAMPLED_OF = 8  # uses of a recipe
 _NUM_SAMPLED = 256  # values
+_NEXT_SAMPLE = 1009  # values behind the one before, from the beginning again behind the last
 _NUM_PARTS = 16
 _LEAST_PART = 1 << 20  # bytes
 
@@ -71,6 +73,13 @@ class Layout(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+
+
+class Sample(NamedTuple):
+    """Some values of a result; the number says which."""
+
+    number: int
+    values: torch.Tensor
 
 
 class Program:
@@ -119,13 +128,28 @@ class Program:
             return all(_same_bytes(part, wanted[rows]) for rows, part in self._by_rows(operands))
         return _same_bytes(self._at_once(operands), target)
 
-    def sample_of(self, result: torch.Tensor) -> torch.Tensor:
-        """A value of each row (Note [Row by row]), or some values (Note [Samples]); a view."""
+    def sample_of(self, result: torch.Tensor, number: int | None) -> Sample | None:
+        """Copies some values: Note [Samples].
+
+        Args:
+            result: of the program, or a tensor with its layout.
+            number: of the sample, which says what values these are; None: there is none.
+        """
+        return None if number is None else Sample(number, self._sampled(result, number).clone())
+
+    def require_sampled(self, result: torch.Tensor, sample: Sample) -> None:
+        """Raises ChangedInPlaceError where the result has other values than those of a sample."""
+        found = self._sampled(result, sample.number)
+        require_same_values(found, sample.values, ChangedInPlaceError, _WRITTEN)
+
+    def _sampled(self, result: torch.Tensor, number: int) -> torch.Tensor:
+        """A value of each row (Note [Row by row]), or some values, far from each other; a view."""
         if self.of_a_row:
             return self._rows_of(result)[:, 0]
         num_values = result.numel()
-        num_sampled = min(num_values, _NUM_SAMPLED)
-        return result.detach().as_strided((num_sampled,), (max(num_values // _NUM_SAMPLED, 1),))
+        distance = max(num_values // _NUM_SAMPLED, 1)
+        first = number * _NEXT_SAMPLE % distance
+        return result.detach().as_strided((min(num_values, _NUM_SAMPLED),), (distance,), first)
 
     def _rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().reshape(-1, self.layout.shape[-1])
@@ -179,7 +203,7 @@ class Recipe:
             Empty once the record has the bytes for good, as are the bases.
         bases: the records whose bytes have to be in memory, those behind replayed operands too.
         depth: 1, or more where operands are replayed in turn.
-        copied_bytes: of the operands, copies of parameters.
+        copied_bytes: of the operands, copies of parameters and small buffers.
         stream: of the device, on which those copies were made.
         codes_bytes: that a codec has made of the bytes, which it decodes; 0: no codec has.
         is_exact: it gives the bytes that were saved; not so where a codec is among its steps, or
@@ -205,7 +229,7 @@ class Recipe:
         codes_bytes: int = 0,
         is_exact: bool = True,
         frees: bool = False,
-        sample: torch.Tensor | None = None,
+        sample: Sample | None = None,
     ) -> None:
         self.frees = frees
         self.copied_bytes = copied_bytes
@@ -231,10 +255,8 @@ class Recipe:
                 stops with an assertion.
         """
         result = self.program.run(operands)
-        if self.sample is None:
-            return result
-        found = self.program.sample_of(result)
-        require_same_values(found, self.sample, ChangedInPlaceError, _WRITTEN)
+        if self.sample is not None:
+            self.program.require_sampled(result, self.sample)
         return result
 
 

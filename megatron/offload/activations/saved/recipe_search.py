@@ -10,6 +10,12 @@ saves the repeats. What was repeated is saved by no operation. So one of the rep
 the target, and is saved instead. A norm that subtracts a mean for its deviation and once more for
 its result has saved the same bytes before: a common subexpression.
 
+Note [Written to unseen]
+Optimizers and sharded training give a parameter other values and other memory through `data`, and
+modules write to their buffers so: averages, scales, statistics. Autograd does not notice it, and
+what it has saved itself is not affected. So a recipe copies those that are small. What an operation
+has saved of its own results (the statistics of a norm) has no other owner.
+
 Note [Layouts that the graph does not show]
 A copy may lie in memory otherwise than what it is of (`x.t().contiguous()`), and its node does not
 say how. That matters where the copy is not the target, whose layout is known: a CPU computes most
@@ -44,7 +50,7 @@ from megatron.offload.activations.saved.replayable_nodes import (
     DTYPE,
     EPS,
     NUMBER,
-    RUNNING,
+    OF_RESULT,
     SCALAR,
     NodeOperation,
     constants_of,
@@ -58,6 +64,7 @@ from megatron.offload.activations.saved.resident import ResidentTensor
 from megatron.offload.activations.saved.view import SavedView
 from megatron.offload.activations.saved.weight_casts import is_away
 
+_MOST_WRITTEN = 1 << 16  # bytes: of all channels; a table that layers share is not copied for each
 _LEAST_DIMENSIONS = 4  # of tensors whose channels may come last
 _MOST_NODES = 24  # that a search looks at: it ends soon in sums that go on through all layers
 
@@ -68,7 +75,8 @@ class RecipeSearch:
     Attributes:
         target: what is to be computed.
         depth: how many replays behind one another a replay of it takes.
-        parameter_bytes: of the parameters among the operands.
+        copied: numbers of the operands that a recipe copies: Note [Written to unseen].
+        copied_bytes: of these.
         steps: so far.
         held: the operands.
         is_scalar_missing: the target is the sum of an operand and a scalar that is not known.
@@ -93,7 +101,8 @@ class RecipeSearch:
         self._copies: set[int] = set()  # Note [Layouts that the graph does not show]; and views
         self._num_nodes = 0
         self.depth = 1
-        self.parameter_bytes = 0
+        self.copied: set[int] = set()
+        self.copied_bytes = 0
         self.steps: list[Step] = []
         self.held: list[Held] = []
         self.is_scalar_missing = False
@@ -150,17 +159,21 @@ class RecipeSearch:
         self.saved.append(held)
         return held
 
-    def _operand(self, held: Held) -> int:
+    def _operand(self, held: Held, *, is_given: bool = False) -> int:
         value = self._of_held.get(id(held))
         if value is None:
-            value = self._of_held[id(held)] = ~len(self.held)
+            number = len(self.held)
+            value = self._of_held[id(held)] = ~number
             self.held.append(held)
             if isinstance(held, SavedView):
                 recipe = held.saved.recipe
                 self.depth = max(self.depth, 1 if recipe is None else recipe.depth + 1)
-            elif (parameter := parameter_of(held)) is not None:
+            elif isinstance(held, ResidentTensor) and (
+                parameter_of(held) is not None or (is_given and _is_small_leaf(held))
+            ):
                 copy = copy_of(held)
-                self.parameter_bytes += (parameter if copy is None else copy).nbytes
+                self.copied.add(number)
+                self.copied_bytes += (held.held if copy is None else copy).nbytes
         return value
 
     def _step(self, step: Step) -> int:
@@ -278,9 +291,7 @@ class RecipeSearch:
         if name is not None:
             held = self._available.held_by(node, name)
             if held is not None:
-                if name in RUNNING and isinstance(held, ResidentTensor):
-                    held = ResidentTensor(held.tensor().clone(), self._available.scope)
-                return self._operand(held)
+                return self._operand(held, is_given=not name.startswith(OF_RESULT))
         if position >= len(edges):
             return None
         edge = origin_of(*edges[position])
@@ -323,6 +334,12 @@ class RecipeSearch:
             return None
         self._available.remade.add((source, number))
         return self._operand(self._save_for((source, number), target.detach().to(dtype)))
+
+
+def _is_small_leaf(held: ResidentTensor) -> bool:
+    """Whether no operation with a gradient made an operand, of a few real values."""
+    tensor = held.held
+    return held.is_leaf and tensor.nbytes <= _MOST_WRITTEN and tensor.is_floating_point()
 
 
 def _runs(node: Any) -> Any:

@@ -21,10 +21,10 @@ would wait for the device, so there such a tensor is saved as usual.
 
 Note [What a recipe may use]
 What nodes saved, by what stands in autograd's place for it; what the operations of this layer saved
-of one another's results; copies of parameters; and the results of nodes in the table, computed on
-the way. A tensor that was changed in place since it was made is neither target nor operand: its
-node does not show what it was then. Operands that are changed later make backward raise, as they do
-in autograd.
+of one another's results; copies of parameters and of small buffers; and the results of nodes in the
+table, computed on the way. A tensor that was changed in place since it was made is neither target
+nor operand: its node does not show what it was then. Operands that are changed later make backward
+raise, as they do in autograd.
 
 Note [Searches left out]
 A walk through the graph that ends without a recipe takes as long as saving the tensor, and ends so
@@ -46,9 +46,8 @@ from megatron.offload.activations.saved.available import (
     AvailableTensors,
     Held,
     copy_of,
-    parameter_of,
 )
-from megatron.offload.activations.saved.checked_programs import CheckedProgram, CheckedPrograms
+from megatron.offload.activations.saved.checked_programs import CheckedPrograms
 from megatron.offload.activations.saved.noise import may_be_noise, pack_noise, unpack_noise
 from megatron.offload.activations.saved.norms import Norms
 from megatron.offload.activations.saved.recipe import (
@@ -69,7 +68,7 @@ _MOST_DEPTH = 6  # replayed operands of replayed operands: all are in memory tog
 _MOST_FAILED = 8  # Note [Searches left out]
 _TRIED_AGAIN = 64  # of so many passes one
 _MOST_KINDS = 1 << 14
-_LEAST_GAIN = 4  # a recipe holds copies of parameters: they take less than this part of its result
+_LEAST_GAIN = 4  # a recipe holds copies of operands: they take less than this part of its result
 
 
 class _Fruitless:
@@ -187,7 +186,7 @@ class RecipeFinder:
         self._fruitless.note(kind, is_found=is_found)
         if not is_found:
             return None
-        if search.depth > _MOST_DEPTH or search.parameter_bytes * _LEAST_GAIN > target.nbytes:
+        if search.depth > _MOST_DEPTH or search.copied_bytes * _LEAST_GAIN > target.nbytes:
             return None
         steps = tuple(search.steps)
         if search.is_scalar_missing:
@@ -211,10 +210,7 @@ class RecipeFinder:
             checked.note(is_right)
             if not is_right:
                 return None
-        return _recipe(checked.program, search, is_sampled=self._is_sampled(checked))
-
-    def _is_sampled(self, checked: CheckedProgram) -> bool:
-        return checked.use()
+        return _recipe(checked.program, search, checked.use())
 
     def _of_bits(
         self,
@@ -324,10 +320,14 @@ class RecipeFinder:
         return None if memory is None else held.rebuild(memory)
 
 
-def _recipe(program: Program, search: RecipeSearch, *, is_sampled: bool = False) -> Recipe:
+def _recipe(program: Program, search: RecipeSearch, sampled: int | None = None) -> Recipe:
     saved = {id(one) for one in search.saved}  # and this is its first use
-    is_sampled = is_sampled or (bool(saved) and bool(program.of_a_row))
-    operands = [one if id(one) in saved else _again(one) for one in search.held]
+    if saved and program.of_a_row:
+        sampled = 0
+    operands = [
+        one if id(one) in saved else _again(one, is_copied=number in search.copied)
+        for number, one in enumerate(search.held)
+    ]
     bases: dict[int, Any] = {}
     is_exact = True
     for one in operands:
@@ -341,23 +341,23 @@ def _recipe(program: Program, search: RecipeSearch, *, is_sampled: bool = False)
         operands,
         list(bases.values()),
         search.depth,
-        search.parameter_bytes,
+        search.copied_bytes,
         is_exact=is_exact,
         frees=bool(search.saved),
-        sample=program.sample_of(search.target).clone() if is_sampled and is_exact else None,
+        sample=program.sample_of(search.target, sampled) if is_exact else None,
     )
 
 
-def _again(held: Held) -> Held:
+def _again(held: Held, *, is_copied: bool) -> Held:
     """The same operand, for a use of its own.
 
-    Of a parameter its bytes: others give parameters other memory, or write to it through `data`,
-    and what autograd would have saved is not affected by that.
+    Args:
+        held: that stands for it.
+        is_copied: see Note [Written to unseen] in `recipe_search.py`.
     """
     if isinstance(held, SavedView):
         return SavedView.again(held)
-    parameter = parameter_of(held)
-    if parameter is None:
+    if not is_copied or not isinstance(held, ResidentTensor):
         return held
     copy = copy_of(held)
-    return ResidentTensor(parameter.detach().clone() if copy is None else copy, Scope())
+    return ResidentTensor(held.held.detach().clone() if copy is None else copy, Scope())

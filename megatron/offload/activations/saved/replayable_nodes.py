@@ -51,7 +51,7 @@ class NodeOperation(NamedTuple):
 
 SHAPE, DTYPE, NUMBER = "shape", "dtype", "number"
 BIAS = "bias"  # that the node saves, or that of its edge, or a frozen one that a module has
-RUNNING = ("running_mean", "running_var")  # which later passes change behind autograd's back
+OF_RESULT = "result"  # names of what an operation has made itself begin so
 EPS, SCALAR = "eps", "scalar"
 
 
@@ -78,7 +78,10 @@ def _without_weight(node: Any) -> NodeOperation | None:
 def _batch_norm_of(eps: str) -> NodeOperation:
     """Of a node with that name for its eps."""
     evaluated = NodeOperation(
-        run.batch_norm_evaluated, ("input", "weight", BIAS, *RUNNING), (eps,), optional=("weight",)
+        run.batch_norm_evaluated,
+        ("input", "weight", BIAS, "running_mean", "running_var"),
+        (eps,),
+        optional=("weight",),
     )
     return NodeOperation(
         run.batch_norm,

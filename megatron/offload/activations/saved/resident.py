@@ -19,17 +19,19 @@ class ResidentTensor:
     held as it is, because only the subclass knows how to detach itself.
 
     Attributes:
+        is_leaf: no operation with a gradient made the tensor.
         copy: of a parameter that others take back before a recipe is found: Note [Parameters that
             are taken back] in `available.py`.
     """
 
-    __slots__ = ("_scope", "_tensor", "_version", "copy")
+    __slots__ = ("_scope", "_tensor", "_version", "copy", "is_leaf")
 
     def __init__(self, tensor: torch.Tensor, scope: Scope) -> None:
         self._scope = scope
         is_plain = type(tensor) is torch.Tensor
+        self.is_leaf = tensor.is_leaf
         # As `without_graph`.
-        self._tensor = _alias(torch.Tensor, tensor) if is_plain and not tensor.is_leaf else tensor
+        self._tensor = _alias(torch.Tensor, tensor) if is_plain and not self.is_leaf else tensor
         self._version = tensor._version
         self.copy: torch.Tensor | None = None
 
@@ -43,10 +45,15 @@ class ResidentTensor:
         """Of the tensor that was saved."""
         return self._version
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether it was modified in place since it was saved."""
+        return self._tensor._version != self._version
+
     def tensor(self) -> torch.Tensor:
         """The saved tensor itself. Raises ChangedInPlaceError if it was modified in place since."""
         tensor = self._tensor
-        if tensor._version != self._version:
+        if self.is_changed:
             shape = "nested" if tensor.is_nested else tuple(tensor.shape)
             raise changed_in_place(tensor, self._version, shape, self._scope)
         return tensor

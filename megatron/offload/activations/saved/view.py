@@ -72,6 +72,11 @@ class SavedView:
         """Of the tensor that was saved."""
         return self._version
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether the tensor was modified in place since it was saved."""
+        return self._witness._version != self._version
+
     def take_built(self) -> torch.Tensor | None:
         """The tensor, if it is built and was not modified; no other call gets the same one."""
         built = self.built
@@ -88,7 +93,7 @@ class SavedView:
         Raises:
             ChangedInPlaceError: it was.
         """
-        if self._witness._version != self._version:
+        if self.is_changed:
             raise changed_in_place(
                 self._witness, self._version, tuple(self._shape), self.saved.scope
             )

@@ -218,7 +218,8 @@ class Reader:
         and the result stays until the nodes that saved it have run.
         """
         if not self._device.is_host:
-            self._use_operands(recipe, [*operands, recipe.sample])
+            sampled = () if recipe.sample is None else (recipe.sample.values,)
+            self._use_operands(recipe, [*operands, *sampled])
         computed = self._device.room.read(lambda: recipe.run(list(operands)))
         is_last = recipe.frees and recipe.is_exact and _is_last_backward()
         memory = record.replayed(computed.untyped_storage(), is_last)
