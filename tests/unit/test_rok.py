@@ -372,6 +372,17 @@ def test_the_table_has_peaks_where_nothing_was_planned() -> None:
     assert "peak" in table and "300" in table and "planned" not in table
 
 
+def test_a_result_without_measurements_is_shown_and_drawn(
+    curve: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All trainings may have failed."""
+    values = json.loads((curve[1] / "rok.json").read_text())
+    bare = tmp_path / "rok.json"
+    bare.write_text(json.dumps(values | {"measured": [], "verdicts": [], "frontier": []}))
+    assert cli.main(["rok", "--redraw", str(bare)]) == 0
+    assert "nothing was measured" in capsys.readouterr().out
+
+
 def test_operations_are_those_of_the_model_that_the_flags_describe() -> None:
     """Of two layers of 64: projections, an MLP, logits of 100 words, half of the scores."""
     flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3"

@@ -32,6 +32,8 @@ def measurements_table(measured: Sequence[MeasuredPoint]) -> str:
 
     A column is left out that is the same in all rows, for one batch size, or that is empty.
     """
+    if not measured:
+        return "nothing was measured"
     rows = [_row(one) for one in measured]
     sizes = {one.micro_batch_size for one in measured}
     first = 1 if len(sizes) == 1 else 0
