@@ -378,7 +378,7 @@ def test_a_result_without_measurements_is_shown_and_drawn(
     """All trainings may have failed."""
     values = json.loads((curve[1] / "rok.json").read_text())
     bare = tmp_path / "rok.json"
-    bare.write_text(json.dumps(values | {"measured": [], "verdicts": [], "frontier": []}))
+    bare.write_text(json.dumps(values | {"figures": [], "verdicts": [], "frontier": []}))
     assert cli.main(["rok", "--redraw", str(bare)]) == 0
     assert "nothing was measured" in capsys.readouterr().out
 

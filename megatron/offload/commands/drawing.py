@@ -64,6 +64,8 @@ def look_of(strategy: str) -> Look:
 
 def begin_near(axes: Any, values: Sequence[float]) -> None:
     """Lets the y axis begin below the least of the values, and says so if that is not 0."""
+    if not values:
+        return
     least, most = min(values), max(values)
     margin = max(0.35 * (most - least), 0.06 * most)
     bottom = max(0.0, least - margin)

@@ -30,7 +30,8 @@ def draw(result: Result, paths: Sequence[Path]) -> None:
     """Writes the picture to each of the files, PNG or SVG by their names. Raises OSError."""
     with figure(*paths, figsize=(9, 6.5), layout="constrained") as (drawn, axes):
         _draw(axes, result)
-        drawn.legend(fontsize=8, loc="outside lower center", ncols=3)
+        if result.measured or result.frontier:
+            drawn.legend(fontsize=8, loc="outside lower center", ncols=3)
         many_sizes = len({one.micro_batch_size for one in result.measured}) > 1
         taken = [point for one in result.measured for point in _covered_by(one)]
         label_points(drawn, axes, list(_labels(result.measured, many_sizes)), taken)
