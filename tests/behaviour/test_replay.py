@@ -604,6 +604,7 @@ def test_a_buffer_that_is_written_to_unseen_is_the_one_of_forward(make_engine, w
                 if engine is not None:
                     stack.enter_context(engine.step())
                     stack.enter_context(forward_pass(engine))
+                    engine.exclude([scale])
                     result = run(engine, way, layer, x, first, second)
                 else:
                     result = layer(x, first, second)

@@ -259,7 +259,7 @@ def test_a_graph_that_is_dropped_dies_with_its_forward_pass(tmp_path: Path) -> N
 
 def test_what_is_computed_of_operands_that_are_saved_is_not_looked_for() -> None:
     x = torch.randn(4, 4, requires_grad=True)
-    found = AvailableTensors(torch.device("cpu"), lambda _: x, Norms())
+    found = AvailableTensors(torch.device("cpu"), lambda _: x, Norms(), lambda _: False)
     product, silu = x @ x, F.silu(x @ x)
     view = (x @ x).view(16)
     for one in (product, silu, view):

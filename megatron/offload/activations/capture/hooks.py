@@ -109,7 +109,12 @@ class SavedTensorHooks:
         self.recipes: RecipeFinder | None = None
         if replays:
             self.recipes = RecipeFinder(
-                cache.device, self.unpack, norms, self._fetch, is_exact=codec is None
+                cache.device,
+                self.unpack,
+                norms,
+                self._fetch,
+                cache.is_excluded,
+                is_exact=codec is None,
             )
         self._codec = codec
         self._waits = step.waits

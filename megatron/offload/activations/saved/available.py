@@ -59,6 +59,7 @@ Edge = tuple[Any, int]  # a node and the number of its result, as a node's `next
 _MOST_PLACES = 1 << 14  # in layers, by shape, of which is known whether they compare
 _MOST_HELD = 32  # storages that a codec has encoded: those that a layer saved last
 _MOST_COPIED = 1 << 20  # bytes of a parameter; of a norm's, a few thousand values
+_MOST_OF_BUFFER = 1 << 16  # bytes: all channels; a table that layers share is not copied for each
 _RESULT = "_raw_saved_result"  # of a node that saves its only result
 _COPY = "CloneBackward0"
 _NOWHERE = Scope()
@@ -83,10 +84,12 @@ class AvailableTensors:
         device: torch.device,
         unpack: Callable[[Any], torch.Tensor],
         norms: Norms,
+        outlives_step: Callable[[torch.UntypedStorage], bool],
         *,
         is_exact: bool = True,
     ) -> None:
         self.device = device
+        self._outlives_step = outlives_step
         self.norms = norms
         self.is_exact = is_exact
         # Note [Exact bytes for comparisons]: what is held, of which pass, where that is, and by
@@ -192,6 +195,13 @@ class AvailableTensors:
         if not is_there:
             self._taken_back.add(id(parameter))
         return not is_there
+
+    def is_small_buffer(self, held: ResidentTensor) -> bool:
+        """Whether an operand of a few real values outlives its step: Note [Written to unseen]."""
+        tensor = held.held
+        if tensor.nbytes > _MOST_OF_BUFFER or not tensor.is_floating_point():
+            return False
+        return self._outlives_step(tensor.untyped_storage())
 
     def note_returned(self, tensor: torch.Tensor) -> None:
         """A part of the model returns a tensor, all of its storage: Note [Results of modules]."""

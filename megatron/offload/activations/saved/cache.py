@@ -124,6 +124,10 @@ class TensorCache:
             return None
         return storage
 
+    def is_excluded(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage never moves: a parameter's, a buffer's, or one that outlives steps."""
+        return storage._cdata in self._excluded
+
     def _count_left(self, tensor: torch.Tensor) -> None:
         if tensor.device == self._device:
             self._left.num_unsupported += 1

@@ -13,8 +13,7 @@ its result has saved the same bytes before: a common subexpression.
 Note [Written to unseen]
 Optimizers and sharded training give a parameter other values and other memory through `data`, and
 modules write to their buffers so: averages, scales, statistics. Autograd does not notice it, and
-what it has saved itself is not affected. So a recipe copies those that are small. What an operation
-has saved of its own results (the statistics of a norm) has no other owner.
+what it has saved itself is not affected. So a recipe copies those that are small.
 
 Note [Layouts that the graph does not show]
 A copy may lie in memory otherwise than what it is of (`x.t().contiguous()`), and its node does not
@@ -50,7 +49,6 @@ from megatron.offload.activations.saved.replayable_nodes import (
     DTYPE,
     EPS,
     NUMBER,
-    OF_RESULT,
     SCALAR,
     NodeOperation,
     constants_of,
@@ -64,7 +62,6 @@ from megatron.offload.activations.saved.resident import ResidentTensor
 from megatron.offload.activations.saved.view import SavedView
 from megatron.offload.activations.saved.weight_casts import is_away
 
-_MOST_WRITTEN = 1 << 16  # bytes: of all channels; a table that layers share is not copied for each
 _LEAST_DIMENSIONS = 4  # of tensors whose channels may come last
 _MOST_NODES = 24  # that a search looks at: it ends soon in sums that go on through all layers
 
@@ -159,7 +156,7 @@ class RecipeSearch:
         self.saved.append(held)
         return held
 
-    def _operand(self, held: Held, *, is_given: bool = False) -> int:
+    def _operand(self, held: Held) -> int:
         value = self._of_held.get(id(held))
         if value is None:
             number = len(self.held)
@@ -169,7 +166,7 @@ class RecipeSearch:
                 recipe = held.saved.recipe
                 self.depth = max(self.depth, 1 if recipe is None else recipe.depth + 1)
             elif isinstance(held, ResidentTensor) and (
-                parameter_of(held) is not None or (is_given and _is_small_leaf(held))
+                parameter_of(held) is not None or self._available.is_small_buffer(held)
             ):
                 copy = copy_of(held)
                 self.copied.add(number)
@@ -291,7 +288,7 @@ class RecipeSearch:
         if name is not None:
             held = self._available.held_by(node, name)
             if held is not None:
-                return self._operand(held, is_given=not name.startswith(OF_RESULT))
+                return self._operand(held)
         if position >= len(edges):
             return None
         edge = origin_of(*edges[position])
@@ -334,12 +331,6 @@ class RecipeSearch:
             return None
         self._available.remade.add((source, number))
         return self._operand(self._save_for((source, number), target.detach().to(dtype)))
-
-
-def _is_small_leaf(held: ResidentTensor) -> bool:
-    """Whether no operation with a gradient made an operand, of a few real values."""
-    tensor = held.held
-    return held.is_leaf and tensor.nbytes <= _MOST_WRITTEN and tensor.is_floating_point()
 
 
 def _runs(node: Any) -> Any:

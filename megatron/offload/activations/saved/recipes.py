@@ -47,7 +47,7 @@ from megatron.offload.activations.saved.available import (
     Held,
     copy_of,
 )
-from megatron.offload.activations.saved.checked_programs import CheckedPrograms
+from megatron.offload.activations.saved.checked_programs import CheckedProgram, CheckedPrograms
 from megatron.offload.activations.saved.noise import may_be_noise, pack_noise, unpack_noise
 from megatron.offload.activations.saved.norms import Norms
 from megatron.offload.activations.saved.recipe import (
@@ -121,6 +121,7 @@ class RecipeFinder:
         unpack: the hook that gives autograd its tensors back, to tell ours from others'.
         norms: what modules say about their norms.
         fetch: reads a record from its tier, for a comparison.
+        outlives_step: whether a storage is a parameter's, a buffer's or another that stays.
         is_exact: no codec changes operands.
     """
 
@@ -130,12 +131,13 @@ class RecipeFinder:
         unpack: Callable[[Any], torch.Tensor],
         norms: Norms,
         fetch: Callable[[SavedStorage], torch.UntypedStorage],
+        outlives_step: Callable[[torch.UntypedStorage], bool],
         *,
         is_exact: bool = True,
     ) -> None:
         self._device = device
         self._fetch = fetch
-        self.available = AvailableTensors(device, unpack, norms, is_exact=is_exact)
+        self.available = AvailableTensors(device, unpack, norms, outlives_step, is_exact=is_exact)
         self._programs = CheckedPrograms(trusts_kinds=is_exact and device.type != "cpu")
         self._fruitless = _Fruitless()
         self._scalars: dict[Any, float] = {}  # that were right last, to be compared first
@@ -210,7 +212,10 @@ class RecipeFinder:
             checked.note(is_right)
             if not is_right:
                 return None
-        return _recipe(checked.program, search, checked.use())
+        return _recipe(checked.program, search, self._use(checked))
+
+    def _use(self, checked: CheckedProgram) -> int | None:
+        return checked.use()
 
     def _of_bits(
         self,

@@ -51,7 +51,6 @@ class NodeOperation(NamedTuple):
 
 SHAPE, DTYPE, NUMBER = "shape", "dtype", "number"
 BIAS = "bias"  # that the node saves, or that of its edge, or a frozen one that a module has
-OF_RESULT = "result"  # names of what an operation has made itself begin so
 EPS, SCALAR = "eps", "scalar"
 
 

@@ -19,19 +19,17 @@ class ResidentTensor:
     held as it is, because only the subclass knows how to detach itself.
 
     Attributes:
-        is_leaf: no operation with a gradient made the tensor.
         copy: of a parameter that others take back before a recipe is found: Note [Parameters that
             are taken back] in `available.py`.
     """
 
-    __slots__ = ("_scope", "_tensor", "_version", "copy", "is_leaf")
+    __slots__ = ("_scope", "_tensor", "_version", "copy")
 
     def __init__(self, tensor: torch.Tensor, scope: Scope) -> None:
         self._scope = scope
         is_plain = type(tensor) is torch.Tensor
-        self.is_leaf = tensor.is_leaf
         # As `without_graph`.
-        self._tensor = _alias(torch.Tensor, tensor) if is_plain and not self.is_leaf else tensor
+        self._tensor = _alias(torch.Tensor, tensor) if is_plain and not tensor.is_leaf else tensor
         self._version = tensor._version
         self.copy: torch.Tensor | None = None
 

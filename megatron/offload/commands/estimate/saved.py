@@ -79,7 +79,9 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         self._stationary = {one.untyped_storage()._cdata for one in stationary}
         self._finder: _Finder | None = None
         if treatment != KEEP:
-            self._finder = _Finder(_META, self._unpack, norms, _no_read, on_cpu=on_cpu)
+            self._finder = _Finder(
+                _META, self._unpack, norms, _no_read, self._is_stationary, on_cpu=on_cpu
+            )
         self._records: dict[Any, weakref.ref[SavedStorage]] = {}
         self._counted: dict[int, StorageReference] = {}  # of what stays: once each
         self._leaving: collections.deque[weakref.ref[SavedStorage]] = collections.deque()
@@ -121,9 +123,10 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         if isinstance(tensor._base, torch.nn.Parameter):
             return None
         storage = tensor.untyped_storage()
-        if not storage.nbytes() or storage._cdata in self._stationary:
-            return None
-        return storage
+        return None if not storage.nbytes() or self._is_stationary(storage) else storage
+
+    def _is_stationary(self, storage: torch.UntypedStorage) -> bool:
+        return storage._cdata in self._stationary
 
     def _known(
         self, storage: torch.UntypedStorage, span: Span | None, tensor: torch.Tensor
@@ -280,8 +283,8 @@ class _Finder(RecipeFinder):
     def _gives(self, *_: Any) -> bool:
         return True
 
-    def _is_sampled(self, *_: Any) -> bool:
-        return False
+    def _use(self, *_: Any) -> None:
+        return None
 
     def _peek(self, *_: Any) -> list[torch.Tensor | None]:
         return []
