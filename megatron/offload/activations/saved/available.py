@@ -84,7 +84,7 @@ class AvailableTensors:
         device: torch.device,
         unpack: Callable[[Any], torch.Tensor],
         norms: Norms,
-        outlives_step: Callable[[torch.UntypedStorage], bool],
+        outlives_step: Callable[[torch.Tensor], bool],
         *,
         is_exact: bool = True,
     ) -> None:
@@ -201,7 +201,7 @@ class AvailableTensors:
         tensor = held.held
         if tensor.nbytes > _MOST_OF_BUFFER or not tensor.is_floating_point():
             return False
-        return self._outlives_step(tensor.untyped_storage())
+        return self._outlives_step(tensor)
 
     def note_returned(self, tensor: torch.Tensor) -> None:
         """A part of the model returns a tensor, all of its storage: Note [Results of modules]."""

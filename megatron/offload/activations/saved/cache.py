@@ -124,9 +124,11 @@ class TensorCache:
             return None
         return storage
 
-    def is_excluded(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage never moves: a parameter's, a buffer's, or one that outlives steps."""
-        return storage._cdata in self._excluded
+    def is_excluded(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor never moves: a parameter, a buffer, or one that outlives steps."""
+        if not kind_of(tensor).has_plain_storage:
+            return False
+        return tensor.untyped_storage()._cdata in self._excluded
 
     def _count_left(self, tensor: torch.Tensor) -> None:
         if tensor.device == self._device:

@@ -121,7 +121,7 @@ class RecipeFinder:
         unpack: the hook that gives autograd its tensors back, to tell ours from others'.
         norms: what modules say about their norms.
         fetch: reads a record from its tier, for a comparison.
-        outlives_step: whether a storage is a parameter's, a buffer's or another that stays.
+        outlives_step: whether a tensor is a parameter, a buffer or another that stays.
         is_exact: no codec changes operands.
     """
 
@@ -131,7 +131,7 @@ class RecipeFinder:
         unpack: Callable[[Any], torch.Tensor],
         norms: Norms,
         fetch: Callable[[SavedStorage], torch.UntypedStorage],
-        outlives_step: Callable[[torch.UntypedStorage], bool],
+        outlives_step: Callable[[torch.Tensor], bool],
         *,
         is_exact: bool = True,
     ) -> None:

@@ -123,10 +123,10 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         if isinstance(tensor._base, torch.nn.Parameter):
             return None
         storage = tensor.untyped_storage()
-        return None if not storage.nbytes() or self._is_stationary(storage) else storage
+        return None if not storage.nbytes() or self._is_stationary(tensor) else storage
 
-    def _is_stationary(self, storage: torch.UntypedStorage) -> bool:
-        return storage._cdata in self._stationary
+    def _is_stationary(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._stationary
 
     def _known(
         self, storage: torch.UntypedStorage, span: Span | None, tensor: torch.Tensor
