@@ -40,9 +40,9 @@ check() {
     shift
     printf '\n== %s\n' "$name"
     if "$@"; then
-        durations+=("$(printf '%-9s passed in %4d s' "$name" $((SECONDS - started)))")
+        durations+=("$(printf '%-12s passed in %4d s' "$name" $((SECONDS - started)))")
     else
-        durations+=("$(printf '%-9s FAILED in %4d s' "$name" $((SECONDS - started)))")
+        durations+=("$(printf '%-12s FAILED in %4d s' "$name" $((SECONDS - started)))")
         failed+=("$name")
     fi
 }
@@ -57,11 +57,9 @@ note_failures() {
     fi
 }
 
-# Three processes side by side: most of the tests that train, with all other checks around them, and in
-# the background the test accelerator's, which wait for a device half of their time, and all other tests.
-# The output of those comes when they have ended. Where the alphabet is cut, trainings and others take about
-# as long; with --slow it is the trainings that take longer, so tests/unit and tests/frozen are with the
-# others then.
+# Four processes side by side, each with some of the directories: two cores wait for drives, devices and
+# other processes then. That of tests/unit prints as it runs, between all other checks; the output of the
+# others comes when they have ended.
 run=("$PYTHON" -m pytest --durations=10)
 declare -A process=() printed=()
 has_tests=false
@@ -75,13 +73,23 @@ begin() {
     trap 'kill "${process[@]}" 2>/dev/null' INT EXIT # in the background they do not hear Ctrl-C
 }
 
-begin_devices_and_others() {
-    local others=(--ignore=tests/unit --ignore=tests/frozen)
-    if [[ " $* " == *" --slow "* || " $* " == *" --rare "* ]]; then others=(); fi
-    begin devices "$@" --ignore-glob='tests/[!l]*'
-    begin others "$@" "${others[@]}" --ignore=tests/lag --ignore-glob='tests/megatron/test_[a-n]*' \
-        --ignore-glob='tests/integrations/test_[a-s]*' --ignore-glob='tests/integrations/test_t[a-n]*' \
-        --ignore-glob='tests/integrations/test_torch_d*'
+# Flags that leave out all directories but these.
+only() {
+    local path
+    for path in tests/*/; do
+        path="${path%/}"
+        if [[ " $* " != *" ${path#tests/} "* ]]; then printf -- '--ignore=%s\n' "$path"; fi
+    done
+}
+
+begin_others() {
+    local -a left_out
+    mapfile -t left_out < <(only autograd behaviour lag)
+    begin behaviour "$@" "${left_out[@]}"
+    mapfile -t left_out < <(only integrations)
+    begin integrations "$@" "${left_out[@]}"
+    mapfile -t left_out < <(only megatron)
+    begin megatron "$@" "${left_out[@]}"
 }
 
 # What pytest's exit status says: 5, that no test was selected, is an error where nothing else ran either.
@@ -93,14 +101,12 @@ ended() {
     return $((status == 5 ? 0 : status))
 }
 
-trainings() {
-    local trains=() status=0 output
-    if [[ " $* " == *" --slow "* || " $* " == *" --rare "* ]]; then trains=(--ignore=tests/unit --ignore=tests/frozen); fi
+unit() {
+    local status=0 output
+    local -a left_out
+    mapfile -t left_out < <(only unit frozen)
     output="$(mktemp)"
-    "${run[@]}" "$@" "${trains[@]}" --ignore=tests/autograd --ignore=tests/behaviour \
-        --ignore=tests/lag --ignore-glob='tests/megatron/test_[o-z]*' \
-        --ignore-glob='tests/integrations/test_t[p-z]*' --ignore-glob='tests/integrations/test_[u-z]*' \
-        --ignore-glob='tests/integrations/test_torch_[!d]*' | tee "$output" || status=${PIPESTATUS[0]}
+    "${run[@]}" "$@" "${left_out[@]}" | tee "$output" || status=${PIPESTATUS[0]}
     ended "$status" "$output"
 }
 
@@ -152,14 +158,14 @@ else
     echo "tests: no hadolint beside $PYTHON; the Dockerfile is not checked"
 fi
 wait "$compiling" "$building" || true # the tests would say what is wrong
-begin_devices_and_others "$@"
+begin_others "$@"
 if "$PYTHON" -c 'import torch, sys; sys.exit("torch==" + torch.__version__.split("+")[0] not in open(sys.argv[1]).read().split())' \
     tools/constraints.txt; then
     check types "$PYTHON" -m mypy megatron/offload
 else
     echo "tests: types are checked with the PyTorch of tools/constraints.txt alone; others describe themselves otherwise"
 fi
-check trainings trainings "$@"
+check unit unit "$@"
 if [[ "$has_next" == false ]]; then
     printf '\ntests: nothing was run with %s, as --next does\n' "$(grep '^torch==' tools/constraints-next.txt)"
 elif bootstrap_next; then
@@ -167,8 +173,9 @@ elif bootstrap_next; then
 else
     echo "tests: nothing was run with $(grep '^torch==' tools/constraints-next.txt), which is not installed"
 fi
-check devices background devices
-check others background others
+for one in behaviour megatron integrations; do
+    check "$one" background "$one"
+done
 if [[ "$has_tests" == false ]]; then
     failed+=(tests)
     failures+=("no test was selected: $*")
