@@ -1,20 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What activations may take where no budget is given, on a device that only says how full it is."""
+"""What activations may take where no budget is given, and what is said where no plan fits."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from megatron.offload import OffloadConfig
+from megatron.offload.activations.placement.plan import Plan
 from megatron.offload.device.cuda_allocator import EXPANDABLE_ENVIRONMENT
+from megatron.offload.errors import InfeasibleBudgetError
 from megatron.offload.planner.online.consensus import SingleRank
 from megatron.offload.planner.online.memory_budget import budget_bytes_of
+from megatron.offload.planner.online.plan_maker import PlanMaker
 from megatron.offload.planner.online.stage import Stage
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
+from megatron.offload.planner.profile.stage_profile import StageProfile
 from tests.support.simulated_device import SimulatedDevice
 
 GIB = 1 << 30
@@ -81,3 +87,25 @@ def test_no_budget_is_left_where_all_that_is_free_lies_in_pieces(
         offload_config(mode="auto"), Gpu(), STAGE, SingleRank(), fragmented_bytes=41 * GIB
     )
     assert found == 0
+
+
+class _NeverEnough:
+    """A solver for which no budget is enough."""
+
+    def solve(self, profile: StageProfile, *, budget_bytes: int, **_: object) -> Plan:
+        raise InfeasibleBudgetError(f"no plan fits into {budget_bytes}", 101, 1.0, Plan(()))
+
+
+@pytest.mark.parametrize("num_exceeded", [0, 3])
+def test_a_budget_of_which_a_part_is_left_free_is_told_so(
+    offload_config: Callable[..., OffloadConfig],
+    caplog: pytest.LogCaptureFixture,
+    num_exceeded: int,
+) -> None:
+    solver: Any = _NeverEnough()
+    maker = PlanMaker(offload_config(mode="auto", memory_budget_bytes=100), lambda: solver)
+    maker.budget_bytes, maker.num_exceeded = 100, num_exceeded
+    profile: Any = SimpleNamespace(position=STAGE.position)
+    maker._solved(solver, profile, may_exceed=True)
+    assert f"no plan fits into {100 - num_exceeded}; going on" in caplog.text
+    assert ("(3% of the budget is left free" in caplog.text) is bool(num_exceeded)

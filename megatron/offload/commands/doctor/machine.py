@@ -116,7 +116,8 @@ def allocator_check(has_gpu: bool) -> Check:
         name,
         Status.WARNING,
         "mimalloc is not installed; the C library's malloc gives memory back more slowly",
-        f"pip install cmeel-mimalloc (x86-64), or start your own script with: {variables}",
+        f"pip install cmeel-mimalloc (x86-64), then doctor again says how to start your own script "
+        f"with it; without it: {variables} python ...",
         facts,
     )
 

@@ -115,7 +115,13 @@ class PlanMaker:
             if not may_exceed:
                 raise
             if self.budget_bytes is None or error.smallest_bytes > self.budget_bytes:
-                logger.warning("%s; going on with as little memory as possible", error)
+                left = 1 - (self._aim_bytes or 0) / (self.budget_bytes or 1)
+                of_budget = f" ({left:.0%} of the budget is left free, as steps took more)"
+                logger.warning(
+                    "%s; going on with as little memory as possible%s",
+                    error,
+                    of_budget if self.num_exceeded else "",
+                )
             plan = error.plan
         return dataclasses.replace(plan, stage=profile.position.stage)
 
