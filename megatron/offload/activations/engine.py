@@ -177,9 +177,9 @@ class OffloadEngine:
 
     # -- The step: an integration calls these ----------------------------------------------------
 
-    def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These tensors' storages never move: parameters, buffers, flat gradient buffers."""
-        self.cache.exclude(tensors)
+    def exclude(self, tensors: Iterable[torch.Tensor], *, are_inputs: bool = False) -> None:
+        """These tensors' storages never move: parameters, buffers, flat gradients, inputs."""
+        self.cache.exclude(tensors, are_inputs=are_inputs)
 
     def note_weights(self, tensors: Iterable[torch.Tensor]) -> None:
         """A step begins with these parameters: copies of them in another type never move."""

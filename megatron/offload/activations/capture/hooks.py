@@ -113,7 +113,7 @@ class SavedTensorHooks:
                 self.unpack,
                 norms,
                 self._fetch,
-                cache.is_excluded,
+                cache.outlives_step,
                 is_exact=codec is None,
             )
         self._codec = codec

@@ -80,11 +80,12 @@ class TensorCache:
         self._left = LeftAlone()
         self._entries: dict[tuple[int, Span | None], _Entry] = {}
         self._excluded: dict[int, StorageReference] = {}
+        self._inputs: set[int] = set()  # of the excluded ones
         self.long_lived: list[LongLived] = []  # found so far
         self._learned: set[int] = set()  # of the excluded ones, those found to outlive their step
         self._doubtful: set[tuple[int, Span | None]] = set()  # of the entries: see `end_step`
 
-    def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
+    def exclude(self, tensors: Iterable[torch.Tensor], *, are_inputs: bool = False) -> None:
         """These tensors' storages never move: parameters, buffers, optimizer state, inputs."""
         with torch._C.DisableTorchFunctionSubclass():  # else an offloaded parameter is read back
             for tensor in tensors:
@@ -92,6 +93,8 @@ class TensorCache:
                     storage = tensor.untyped_storage()
                     if storage._cdata not in self._excluded:  # Note [Identity of a storage]
                         self._excluded[storage._cdata] = StorageReference(storage)
+                        if are_inputs:
+                            self._inputs.add(storage._cdata)
 
     def movable(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
         """The tensor's storage, if its bytes can move exactly and are not excluded.
@@ -124,11 +127,12 @@ class TensorCache:
             return None
         return storage
 
-    def is_excluded(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor never moves: a parameter, a buffer, or one that outlives steps."""
+    def outlives_step(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a parameter, a buffer, or was found to outlive its step."""
         if not kind_of(tensor).has_plain_storage:
             return False
-        return tensor.untyped_storage()._cdata in self._excluded
+        cdata = tensor.untyped_storage()._cdata
+        return cdata in self._excluded and cdata not in self._inputs
 
     def _count_left(self, tensor: torch.Tensor) -> None:
         if tensor.device == self._device:
@@ -241,6 +245,7 @@ class TensorCache:
         for cdata in [c for c, weak in self._excluded.items() if weak.expired()]:
             del self._excluded[cdata]
             self._learned.discard(cdata)
+            self._inputs.discard(cdata)
         return learned_bytes
 
     @property

@@ -135,7 +135,7 @@ class LayerMajor:
             else:
                 own = contexts.enter_context(self._offload.layer_major_step(self._device))
                 if self._offload.engine is not None:
-                    self._offload.engine.exclude(inputs)
+                    self._offload.engine.exclude(inputs, are_inputs=True)
             params = params_by_unit(self._model, self.units)
             own.around_backward = lambda unit, is_last: unit_backward(
                 params.get(unit, ()), is_last=is_last

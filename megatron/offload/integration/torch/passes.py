@@ -236,7 +236,7 @@ class Passes:
     ) -> None:
         """Enters what is around a forward pass, but for its hooks."""
         # The caller holds them, in most cases until the next step.
-        steps.engine.exclude(inputs)
+        steps.engine.exclude(inputs, are_inputs=True)
         enter = forward.contexts.enter_context
         try:
             if steps.profiler is not None:
