@@ -18,21 +18,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron.offload import offload_activations, offload_parameters
-from tests.support.compiled import HIDDEN, Stack, batch
+from tests.support.compiled import HIDDEN, Short, Stack, batch
 
 SETTINGS: dict[str, Any] = {"min_bytes": 1024, "inside_graphs": True}
 Call = Callable[[torch.Tensor], torch.Tensor]
 
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")
-
-
-class Short(Stack):
-    """One block: for shapes that a graph leaves open, which take seconds a block to compile."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.blocks[1:]
 
 
 class Checkpointed(Stack):
