@@ -2,7 +2,7 @@
 """Imported by the process that jobs are forked from: what most of them need. Computes nothing.
 
 What is missing here is said by the job that needs it. The compiler, of which several jobs need two
-seconds of imports, only in a dry run: whether any of it begins CUDA has not been tried.
+seconds of imports, only by a PyTorch without CUDA: whether any of it begins that is untried.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _COMPILER = (
     "torch.distributed.tensor.experimental",
 )
 for _name in (
-    *(() if torch.cuda.is_available() else _COMPILER),
+    *(_COMPILER if torch.version.cuda is None else ()),
     "transformers.models.llama.modeling_llama",
     "trl.models.activation_offloading",
     "megatron.offload.integration.torch.door",
