@@ -35,7 +35,7 @@ class Pair(Stack):
         del self.blocks[2:]
 
 
-class Checkpointed(Pair):
+class Checkpointed(Stack):
     """Its blocks are recomputed, within the graph."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
