@@ -83,7 +83,10 @@ class SampleOrder:
 
 
 def build_datasets(args: argparse.Namespace, source: DatasetSource, tokenizer: Any) -> list[Any]:
-    """Core's training and validation datasets; None for validation without a whole sample."""
+    """Core's training and validation datasets; None for validation without a whole sample.
+
+    Of mock data, whose millions of samples take long to shuffle, only what is asked for is built.
+    """
     split = usable_split(args, source)
     config = source.dataset_config(
         args,
@@ -94,6 +97,10 @@ def build_datasets(args: argparse.Namespace, source: DatasetSource, tokenizer: A
         path_to_cache=args.data_cache_path,
         tokenizer=tokenizer,
     )
+    if args.mock_data:
+        wanted = (True, args.eval_iters > 0, False)
+        parts = zip(config.split_matrix, wanted, strict=True)
+        config.split_matrix = [part if is_wanted else None for part, is_wanted in parts]
     train, valid, _ = BlendedMegatronDatasetBuilder(
         source.dataset_class(args), num_samples(args, source, split), lambda: True, config
     ).build()

@@ -7,6 +7,7 @@ With the backend `aot_eager`, whose graphs are divided as inductor's are, and wi
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import sys
 from pathlib import Path
@@ -18,7 +19,15 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.offload import ConfigurationError, offload_activations
 from megatron.offload.integration.torch import compiled_graphs
-from tests.support.compiled import HIDDEN, Stack, assert_same, batch, trained, without_offload
+from tests.support.compiled import (
+    HIDDEN,
+    Short,
+    Stack,
+    assert_same,
+    batch,
+    trained,
+    without_offload,
+)
 
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
@@ -46,8 +55,8 @@ def test_layers_are_placed_within_a_graph(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_lengths_in_turn(tmp_path: Path) -> None:
-    lengths = (32, 48, 32, 40, 48)
-    assert_same(trained(tmp_path, lengths=lengths), trained(None, lengths=lengths))
+    run = functools.partial(trained, kind=Short, lengths=(32, 48, 32, 40, 48))
+    assert_same(run(tmp_path), run(None))
 
 
 def test_a_graph_that_is_dropped_gives_its_bytes_back(tmp_path: Path) -> None:
@@ -94,7 +103,7 @@ def test_graphs_in_inductors_caches_are_told_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    alone = trained(None, "inductor")
+    alone = trained(None, "inductor", kind=Short)
     for directory, min_bytes in (
         (tmp_path, 1024),
         (None, 0),
@@ -103,7 +112,7 @@ def test_graphs_in_inductors_caches_are_told_apart(
         (None, 0),
     ):
         torch.compiler.reset()
-        found = trained(directory, "inductor", min_bytes=min_bytes)
+        found = trained(directory, "inductor", kind=Short, min_bytes=min_bytes)
         assert_same(found, alone)
         assert all(step["offloaded_bytes"] > 0 for step in found[1])
 
@@ -344,36 +353,46 @@ def test_what_operators_of_libraries_make_is_moved(
 # -- Models of transformers -----------------------------------------------------------------------
 
 
+def train_llama(
+    backend: str, directory: Path | None, is_given_compiled: bool = False
+) -> tuple[list[torch.Tensor], list[dict[str, float]]]:
+    """Two layers, compiled as a whole with their loss: losses and gradients, and what moved."""
+    from tests.support.text_models import llama, text_batches
+
+    torch.compiler.reset()
+    torch.manual_seed(1)
+    model = llama(num_hidden_layers=2)
+    compiled: Any = torch.compile(model, backend=backend)
+    results, statistics = [], []
+    with contextlib.ExitStack() as stack:
+        offload = None
+        if directory is not None:
+            given = compiled if is_given_compiled else model
+            settings: dict[str, Any] = {"min_bytes": 1024, "inside_graphs": True}
+            offload = stack.enter_context(offload_activations(given, directory, **settings))
+        for inputs in text_batches()[:3]:
+            loss = compiled(**inputs).loss
+            loss.backward()
+            results += [loss.detach(), *(p.grad for p in model.parameters())]
+            model.zero_grad()
+            if offload is not None:
+                statistics.append(dict(offload.statistics))
+    return results, statistics
+
+
+@functools.cache
+def llama_alone(backend: str) -> list[torch.Tensor]:
+    return train_llama(backend, None)[0]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_compute_thread")
 @pytest.mark.parametrize("compiled_first", [True, False])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_llama_has_the_same_bits(backend: str, compiled_first: bool, tmp_path: Path) -> None:
     """Compiled as a whole, its loss too: no hook of ours divides the graph."""
-    from tests.support.text_models import llama, text_batches
-
-    def run(directory: Path | None) -> tuple[list[torch.Tensor], list[dict[str, float]]]:
-        torch.compiler.reset()
-        torch.manual_seed(1)
-        model = llama()
-        compiled: Any = torch.compile(model, backend=backend)
-        results, statistics = [], []
-        with contextlib.ExitStack() as stack:
-            offload = None
-            if directory is not None:
-                given = compiled if compiled_first else model
-                settings: dict[str, Any] = {"min_bytes": 1024, "inside_graphs": True}
-                offload = stack.enter_context(offload_activations(given, directory, **settings))
-            for inputs in text_batches()[:3]:
-                loss = compiled(**inputs).loss
-                loss.backward()
-                results += [loss.detach(), *(p.grad for p in model.parameters())]
-                model.zero_grad()
-                if offload is not None:
-                    statistics.append(dict(offload.statistics))
-        return results, statistics
-
-    (alone, _), (found, statistics) = run(None), run(tmp_path)
+    alone = llama_alone(backend)
+    found, statistics = train_llama(backend, tmp_path, compiled_first)
     assert len(found) == len(alone) and all(map(torch.equal, found, alone))
     assert all(one["offloaded_storages"] > 5 for one in statistics)
 
@@ -437,7 +456,7 @@ def test_the_trainer_compiles_and_trains_the_same(tmp_path: Path) -> None:
     def run(*callbacks: Any) -> tuple[torch.Tensor, list[dict[str, Any]]]:
         torch.compiler.reset()
         torch.manual_seed(1)
-        model = llama()
+        model = llama(num_hidden_layers=2)
         arguments = transformers.TrainingArguments(
             str(tmp_path), per_device_train_batch_size=2, report_to=[], save_strategy="no",
             use_cpu=True, disable_tqdm=True, max_steps=4, logging_steps=1, torch_compile=True,

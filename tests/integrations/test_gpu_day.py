@@ -159,7 +159,7 @@ def dying(settings, note):
     os.kill(os.getpid(), 11)
 
 def alone(settings, note):
-    if "check.gpu_day.preload" in sys.modules:
+    if "preloaded" in sys.modules:
         raise RuntimeError("CUDA has begun here")
     return {"line": "alone"}
 """
@@ -172,6 +172,7 @@ from check.gpu_day.settings import Settings
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
+    job._PRELOAD = "preloaded"
     job._START = job.Job("start", sys.argv[2], 240.0)
     runner = job.Runner(Settings(torch.device("cpu"), folder, True), folder)
     found = {"machine": runner.prepare(), "jobs": {}}
@@ -186,6 +187,7 @@ if __name__ == "__main__":
 def run_faults(tmp_path: Path, start: str, *names: str) -> dict[str, Any]:
     """What a process found that ran these functions of `FAULTS` as jobs."""
     (tmp_path / "faults.py").write_text(FAULTS)
+    (tmp_path / "preloaded.py").write_text("import check.gpu_day.machine\n")  # all that these need
     script = tmp_path / "run.py"
     script.write_text(SCRIPT)
     folders = [str(tmp_path), str(ROOT / "tools"), str(ROOT)]

@@ -2,7 +2,7 @@
 """A small GPT on two tensor-parallel ranks, with a codec; test_codec_of_ranks.py starts it.
 
 Prints for each codec and layout the digests of the weights that both ranks have, at first and after
-50 steps, by rank.
+15 steps, by rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron.offload import offload_activations
 from megatron.offload.integration.megatron import cpu_runtime
 from tests.support.ranks import init_process_group, print_results
 
-VOCAB, LENGTH, BATCH, STEPS = 64, 32, 2, 50
+VOCAB, LENGTH, BATCH, STEPS = 64, 32, 2, 15
 
 
 def made() -> GPTModel:

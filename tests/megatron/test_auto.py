@@ -17,7 +17,7 @@ from megatron.offload.activations.placement.policy import Placement
 from megatron.offload.planner.profile.stage_profile import StageProfile
 from megatron.offload.planner.solver.solve import solve
 from tests.support import launch
-from tests.support.launch import TINY, assert_same_bits, run_trainer, train, train_once
+from tests.support.launch import TINY, Outcome, assert_same_bits, run_trainer, train, train_once
 from tests.support.offload_flags import auto
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,8 +129,7 @@ def test_ranks_that_share_layers_follow_the_same_plans_whatever_each_has_measure
         ]
         alone = [solve(profile, max_slowdown=1.0).placements for profile in profiles]
         assert alone[0] != alone[1], "each for itself would have planned the same"
-    off = train(flags, world_size=world_size)
-    assert_same_bits(planned, off, 8)
+    assert_same_bits(planned, train_once(flags, world_size=world_size), 8)
 
 
 @pytest.mark.slow
@@ -226,9 +225,15 @@ def test_inputs_of_what_a_plan_recomputes_wait_on_the_ssd(tmp_path: Path) -> Non
         assert (step["offloaded_storages"], step["offloaded_bytes"]) == (12, 12 * 16 * 64 * 4)
 
 
+@pytest.fixture(scope="module")
+def t5_alone(tiny: dict[str, str]) -> Outcome:
+    """Steps of a T5 without offload, with which others are compared."""
+    return train(f"--train-iters {STEPS}", tiny=tiny["t5"], model="t5")
+
+
 @pytest.mark.slow
 def test_encoder_and_decoder_may_be_recomputed_from_inputs_on_the_ssd(
-    tiny: dict[str, str], tmp_path: Path
+    tiny: dict[str, str], t5_alone: Outcome, tmp_path: Path
 ) -> None:
     flags, path = f"--train-iters {STEPS}", tmp_path / "plan.json"
     both = [*from_inputs("encoder", range(1, 3)), *from_inputs("decoder", range(1, 3))]
@@ -240,7 +245,7 @@ def test_encoder_and_decoder_may_be_recomputed_from_inputs_on_the_ssd(
         model="t5",
         timeout_s=150,
     )
-    assert_same_bits(planned, train(flags, tiny=tiny["t5"], model="t5"), STEPS)
+    assert_same_bits(planned, t5_alone, STEPS)
     for record in planned.metrics:
         # Of each micro-batch four inputs, and once the encoder's output.
         assert record["offload"]["offloaded_storages"] == 5 * 2
@@ -298,7 +303,9 @@ def test_a_plan_of_another_model_is_refused(plan: Plan, sentence: str, tmp_path:
 
 
 @pytest.mark.slow
-def test_auto_plans_for_encoder_and_decoder_apart(tiny: dict[str, str], tmp_path: Path) -> None:
+def test_auto_plans_for_encoder_and_decoder_apart(
+    tiny: dict[str, str], t5_alone: Outcome, tmp_path: Path
+) -> None:
     flags, path = f"--train-iters {STEPS}", tmp_path / "plan.json"
     planned = train(
         flags,
@@ -307,6 +314,6 @@ def test_auto_plans_for_encoder_and_decoder_apart(tiny: dict[str, str], tmp_path
         model="t5",
         timeout_s=150,
     )
-    assert_same_bits(planned, train(flags, tiny=tiny["t5"], model="t5"), STEPS)
+    assert_same_bits(planned, t5_alone, STEPS)
     layers = [one.layer for one in load_plans(path)[0].parts]
     assert list(dict.fromkeys(layers)) == ["encoder.1", "encoder.2", "decoder.1", "decoder.2"]

@@ -15,7 +15,7 @@ from tests.support.launch import Outcome, assert_same_bits, train
 from tests.support.offload_flags import ssd
 from tests.support.ranks import run_ranks
 
-STEPS = 20
+STEPS = 10
 CLIPPED = 0.5  # what gradients are clipped to, less than the norm of any step
 SCRIPT = Path(__file__).parent / "model_states_ranks.py"
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce"

@@ -22,6 +22,16 @@ class Stack(models.Stack):
         super().__init__(HIDDEN, LAYERS)
 
 
+class Short(Stack):
+    """One block: for shapes that a graph leaves open, which take seconds a block to compile, and
+    where many graphs are compiled.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.blocks[1:]
+
+
 def batch(step: int, length: int = 32) -> torch.Tensor:
     return torch.randn(2, length, HIDDEN, generator=torch.Generator().manual_seed(step))
 

@@ -13,6 +13,7 @@ Run as a script, this file is the server; its arguments are CONNECTION SCRIPT MO
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -25,6 +26,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -188,7 +190,26 @@ def _main(connection: str, script: str, *modules: str) -> None:
     if os.getppid() != server:  # it died before it could take this process with it
         os._exit(1)
     _become(*launch)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        code: Any = 0
+    except SystemExit as end:
+        code = end.code or 0
+        if not isinstance(code, int):
+            raise
+    _end(code)
+
+
+def _end(code: int) -> None:
+    """Ends as an interpreter does, but lets the kernel take its modules down.
+
+    To take each object down by itself would copy every page that the ranks share.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -67,6 +67,7 @@ class Job:
         return self.name.partition("/")[0]
 
 
+_PRELOAD = "check.gpu_day.preload"
 _START = Job("start", "check.gpu_day.machine:touch_device", 240.0)  # to import everything
 
 
@@ -105,7 +106,7 @@ class Runner:
         self._settings = settings
         self._folder = folder
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["check.gpu_day.preload"])
+        self._context.set_forkserver_preload([_PRELOAD])
         self._numbers = itertools.count()
         self.note = ""  # what a reader should know of how jobs were started
 

@@ -74,7 +74,7 @@ class Shape:
 
 
 _LLAMA_8B = Shape(32, 4096, 14336, 32, 8, vocab=128256, seq=4096, batch=1)
-_TINY = Shape(4, 64, 128, 4, 2, vocab=128, seq=32, batch=2)
+_TINY = Shape(2, 64, 128, 4, 2, vocab=128, seq=32, batch=2)
 _SHAPES = {
     "full": _LLAMA_8B,
     # A quarter of the layers: all states fit beside all activations, so every way can be measured.
