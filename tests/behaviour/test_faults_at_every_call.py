@@ -27,6 +27,7 @@ from tests.support.streams import (
     ACTIVATIONS,
     FROZEN,
     GRADIENTS,
+    LAYERS,
     STREAMS,
     Training,
     assert_same,
@@ -246,7 +247,7 @@ def test_some_calls_fail(stream: str, fault: NthFault, watchdog: Watchdog, tmp_p
     num_failed = 0
     for part, kind in (("step", READ), ("step", WRITE), ("step", ALLOCATION), ("save", READ)):
         code = chosen.choice(ERRORS[kind])
-        number, for_ever = chosen.randint(1, 4), chosen.random() < 0.5
+        number, for_ever = chosen.randint(1, LAYERS), chosen.random() < 0.5
         found = run_round(
             stream, part, kind, number, code, for_ever, fault, tmp_path, watchdog, saved
         )

@@ -143,11 +143,15 @@ MODELS: dict[str, Callable[[], torch.nn.Module]] = {
 }
 
 
+@functools.cache
+def one_by_one_trained(kind: str) -> list[Any]:
+    return trained(MODELS[kind](), one_by_one)
+
+
 @pytest.mark.parametrize("units", [2, 3, None])
 @pytest.mark.parametrize("kind", MODELS)
 def test_all_bits_are_the_same(kind: str, units: int | None) -> None:
-    make = MODELS[kind]
-    assert_same_bits(trained(make(), in_units(units)), trained(make(), one_by_one))
+    assert_same_bits(trained(MODELS[kind](), in_units(units)), one_by_one_trained(kind))
 
 
 def test_a_layer_may_change_what_the_next_one_of_its_unit_takes() -> None:
@@ -173,7 +177,7 @@ def test_all_bits_are_the_same_with_offload(
     model = MODELS[kind]()
     with offload_activations(model, tmp_path, min_bytes=1, **settings) as offload:
         found = trained(model, in_units(3, offload=offload))
-        assert_same_bits(found, trained(MODELS[kind](), one_by_one))
+        assert_same_bits(found, one_by_one_trained(kind))
         assert offload.engine is not None
         settle(offload.engine)
         wait_until_empty(offload.engine.tiers.values())

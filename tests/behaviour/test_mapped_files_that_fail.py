@@ -32,6 +32,7 @@ from tests.support.beneath import beneath
 from tests.support.processes import finish, start_python
 from tests.support.streams import (
     FROZEN,
+    LAYERS,
     PARAMETERS,
     STATES,
     Training,
@@ -42,7 +43,7 @@ from tests.unit.test_in_files import is_in_a_file
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_compute_thread")]
 
-LOST = r"parameters: those of unit 1 of 4 .* could not be read back"
+LOST = rf"parameters: those of unit 1 of {LAYERS} .* could not be read back"
 
 
 def cut(training: Training) -> None:

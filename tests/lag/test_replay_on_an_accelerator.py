@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -86,12 +87,18 @@ def trained(
     return found, statistics
 
 
+@functools.cache
+def usual(kind: type[torch.nn.Module] = Model, **settings: Any) -> list[torch.Tensor]:
+    """The same without offload to a tier, to be asked for before the device is late."""
+    return trained(None, kind, **settings)[0]
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("mode", ["keep", "host", "ssd"])
 def test_the_bits_are_the_same_however_late_the_device_is(
     mode: str, seed: int, lag: LagModule, tmp_path: Path
 ) -> None:
-    expected, _ = trained(None)
+    expected = usual()
     _, without = trained(tmp_path, mode="ssd", replay="off")
     lag.set_delays(50, 1500, seed=seed)
     found, counted = trained(tmp_path, mode=mode)
@@ -105,7 +112,7 @@ def test_the_bits_are_the_same_however_late_the_device_is(
 def test_so_are_those_of_a_log_softmax_that_is_made_of_logits(
     mode: str, seed: int, lag: LagModule, tmp_path: Path
 ) -> None:
-    expected, _ = trained(None, WithWideLoss)
+    expected = usual(WithWideLoss)
     lag.set_delays(50, 1500, seed=seed)
     found, counted = trained(tmp_path, WithWideLoss, mode=mode)
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
@@ -114,7 +121,7 @@ def test_so_are_those_of_a_log_softmax_that_is_made_of_logits(
 
 def test_auto_replays_no_more_where_there_is_room_for_all(lag: LagModule, tmp_path: Path) -> None:
     """The last step is the first one that follows a plan."""
-    expected, _ = trained(None)
+    expected = usual()
     lag.set_delays(50, 1500, seed=0)
     found, counted = trained(tmp_path, mode="auto", memory_budget_bytes="1GiB")
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
@@ -126,7 +133,7 @@ def test_layers_replay_between_others_that_do_not(
     seed: int, lag: LagModule, tmp_path: Path
 ) -> None:
     """What others are made of leaves in the first one and stays in the third."""
-    expected, _ = trained(None)
+    expected = usual()
     _, all_replay = trained(tmp_path, mode="keep")
     keep = Placement.KEEP
     each = [(Placement.SSD, True), (keep, False), (keep, True), (keep, False), (keep, False)]
@@ -174,7 +181,7 @@ def test_the_bits_are_the_same_under_whatever_a_budget_in_between_asks_for(
 def test_what_a_codec_encodes_is_the_same_however_late_the_device_is(
     mode: str, codec: str, seed: int, lag: LagModule, tmp_path: Path
 ) -> None:
-    expected, _ = trained(None, mode="keep", codec=codec)
+    expected = usual(mode="keep", codec=codec)
     lag.set_delays(50, 1500, seed=seed)
     found, counted = trained(tmp_path, mode=mode, codec=codec)
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))

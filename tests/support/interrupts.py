@@ -105,17 +105,23 @@ class Interrupt(Raising):
 
     def __enter__(self) -> Self:
         super().__enter__()
-        sys.setprofile(self._look)
+        code, instruction, awaited = self._moment
+
+        def look(frame: FrameType, event: str, _: object) -> None:
+            # Called tens of thousands of times in a step.
+            if frame.f_code is code and event == awaited and frame.f_lasti == instruction:
+                self._come()
+
+        sys.setprofile(look)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
         super().__exit__()
 
-    def _look(self, frame: FrameType, event: str, _: object) -> None:
-        if _moment(frame, event) == self._moment:
-            self._left -= 1
-            if not self._left:
-                sys.setprofile(None)
-                self.has_come = True
-                raise self._kind
+    def _come(self) -> None:
+        self._left -= 1
+        if not self._left:
+            sys.setprofile(None)
+            self.has_come = True
+            raise self._kind

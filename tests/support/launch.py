@@ -97,6 +97,8 @@ class Run:
             self.metrics_path = Path(flags[flags.index("--metrics-file") + 1])
         else:
             flags = [*flags, "--metrics-file", str(self.metrics_path)]
+        if "--mock-data" in flags and "--data-cache-path" not in flags:
+            flags = [*flags, "--data-cache-path", _mock_indices().name]
         self._deadline = time.monotonic() + timeout_s
         ranks = {
             "MASTER_PORT": str(_free_port()),
@@ -301,6 +303,15 @@ def server() -> ForkServer:
     started = ForkServer(SCRIPTS["gpt"], modules, rank_environment({}))
     atexit.register(started.close)
     return started
+
+
+@functools.cache
+def _mock_indices() -> tempfile.TemporaryDirectory[str]:
+    """Where core keeps in which order it draws the samples of its mock data.
+
+    There are millions of short ones, which every rank would put in that same order again.
+    """
+    return tempfile.TemporaryDirectory(prefix="mock-data-")
 
 
 def _free_port() -> int:

@@ -38,7 +38,7 @@ ACTIVATIONS, STATES, PARAMETERS, GRADIENTS, FROZEN = STREAMS = (
     "frozen weights",  # in 8 bits
 )
 _CODEC = "int8"
-HIDDEN, LAYERS, MICRO_BATCHES = 64, 4, 2
+HIDDEN, LAYERS, MICRO_BATCHES = 64, 3, 2
 
 
 class Block(torch.nn.Module):

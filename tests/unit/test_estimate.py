@@ -373,7 +373,7 @@ def test_gradients_of_an_earlier_micro_batch_are_there_all_along(
             "--sequence",
             "2048",
             "--batch",
-            "8",
+            "2",
             "--micro-batches",
             number,
             "--json",
@@ -381,7 +381,7 @@ def test_gradients_of_an_earlier_micro_batch_are_there_all_along(
         ]
         assert cli.main(["estimate", str(folder), *flags]) == 0
         found.append(json.loads(path.read_text()))
-    assert "2 micro-batches of 8 x 2048 tokens" in capsys.readouterr().out
+    assert "2 micro-batches of 2 x 2048 tokens" in capsys.readouterr().out
     one, two = (each["ways"]["plain"] for each in found)
     assert one["peak_in"] == two["peak_in"] == "output layer and loss"
     assert two["device_bytes"] == one["device_bytes"] + found[0]["trained_bytes"]
@@ -533,7 +533,7 @@ def test_what_fits_nowhere_says_what_to_try(
 ) -> None:
     card = tmp_path / "small.json"
     card.write_text(json.dumps({"memory_bytes": GIB + MIB}))
-    flags = ["--sequence", "4096", "--batch", "4", "--hardware", str(card)]
+    flags = ["--sequence", "4096", "--hardware", str(card)]
     assert cli.main(["estimate", str(folder), *flags]) == 1
     text = capsys.readouterr().out
     assert "No way fits" in text and "--sequence below 4096" in text and "--lora 16" in text

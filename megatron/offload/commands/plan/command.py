@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if sys.stderr.isatty():
         print("planning, which takes seconds to minutes ...", file=sys.stderr, flush=True)
     comparison = compare_plans(request, with_curve=args.rok is not None or args.json is not None)
-    plans = all_stages(request) if args.output is not None else []
+    plans = all_stages(comparison) if args.output is not None else []
     print(as_text(comparison))
     if args.output is not None:
         save_plans(args.output, plans or [comparison.plan])

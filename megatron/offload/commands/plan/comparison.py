@@ -219,14 +219,17 @@ def _solved(
     return plan.predicted
 
 
-def all_stages(request: Request) -> list[Plan]:
-    """The plans of all stages of a projected run, each for the same goal."""
+def all_stages(comparison: PlanComparison) -> list[Plan]:
+    """The plans of all stages of a projected run, each for the same goal as that at hand."""
+    of = comparison.request
+    budget_bytes, max_slowdown = of.budget_bytes, of.max_slowdown
+    plans = (
+        comparison.plan
+        if one is of.projection
+        else solve(project(one), budget_bytes=budget_bytes, max_slowdown=max_slowdown)
+        for one in of.projections
+    )
     return [
-        dataclasses.replace(
-            solve(
-                project(one), budget_bytes=request.budget_bytes, max_slowdown=request.max_slowdown
-            ),
-            stage=one.stage,
-        )
-        for one in request.projections
+        dataclasses.replace(plan, stage=one.stage)
+        for plan, one in zip(plans, of.projections, strict=True)
     ]
