@@ -34,12 +34,13 @@ def same_environment() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def same_log() -> Iterator[None]:
-    """No test leaves it to those after it what our log says and where; scripts set that."""
-    ours = logging.getLogger("megatron.offload")
-    before = ours.level, ours.propagate, ours.disabled, list(ours.handlers)
+    """No test leaves it to those after it what a log says and where; scripts set that."""
+    logs = [logging.getLogger(name) for name in ("megatron.offload", "transformers")]
+    before = [(one.level, one.propagate, one.disabled, list(one.handlers)) for one in logs]
     yield
-    ours.setLevel(before[0])
-    ours.propagate, ours.disabled, ours.handlers = before[1:]
+    for one, (level, propagate, disabled, handlers) in zip(logs, before, strict=True):
+        one.setLevel(level)
+        one.propagate, one.disabled, one.handlers = propagate, disabled, handlers
 
 
 @pytest.fixture

@@ -59,7 +59,8 @@ note_failures() {
 
 # Four processes side by side, each with some of the directories: two cores wait for drives, devices and
 # other processes then. That of tests/unit prints as it runs, between all other checks; the output of the
-# others comes when they have ended.
+# others comes when they have ended. That of tests/integrations takes longest, one test at a time, so it comes first
+# where processes wait for a core.
 run=("$PYTHON" -m pytest --durations=10)
 declare -A process=() printed=()
 has_tests=false
@@ -68,7 +69,7 @@ begin() {
     local name="$1"
     shift
     printed[$name]="$(mktemp)"
-    "${run[@]}" "$@" >"${printed[$name]}" 2>&1 &
+    "${first[@]}" "${run[@]}" "$@" >"${printed[$name]}" 2>&1 &
     process[$name]=$!
     trap 'kill "${process[@]}" 2>/dev/null' INT EXIT # in the background they do not hear Ctrl-C
 }
@@ -83,11 +84,13 @@ only() {
 }
 
 begin_others() {
-    local -a left_out
+    local -a left_out first=(nice -n 4)
     mapfile -t left_out < <(only autograd behaviour lag)
     begin behaviour "$@" "${left_out[@]}"
+    first=()
     mapfile -t left_out < <(only integrations)
     begin integrations "$@" "${left_out[@]}"
+    first=(nice -n 4)
     mapfile -t left_out < <(only megatron)
     begin megatron "$@" "${left_out[@]}"
 }
@@ -106,7 +109,7 @@ unit() {
     local -a left_out
     mapfile -t left_out < <(only unit frozen)
     output="$(mktemp)"
-    "${run[@]}" "$@" "${left_out[@]}" | tee "$output" || status=${PIPESTATUS[0]}
+    nice -n 4 "${run[@]}" "$@" "${left_out[@]}" | tee "$output" || status=${PIPESTATUS[0]}
     ended "$status" "$output"
 }
 
