@@ -115,12 +115,11 @@ class PlanMaker:
             if not may_exceed:
                 raise
             if self.budget_bytes is None or error.smallest_bytes > self.budget_bytes:
-                left = 1 - (self._aim_bytes or 0) / (self.budget_bytes or 1)
-                of_budget = f" ({left:.0%} of the budget is left free, as steps took more)"
+                left = f" ({self._headroom:.0%} of the budget is left free, as steps took more)"
                 logger.warning(
                     "%s; going on with as little memory as possible%s",
                     error,
-                    of_budget if self.num_exceeded else "",
+                    left if self._headroom else "",
                 )
             plan = error.plan
         return dataclasses.replace(plan, stage=profile.position.stage)
@@ -130,8 +129,12 @@ class PlanMaker:
         """What plans keep to: the budget, and a little less where that has proved too much."""
         if self.budget_bytes is None:
             return None
-        headroom = min(_HEADROOM * self.num_exceeded, _MOST_HEADROOM)
-        return int(self.budget_bytes * (1 - headroom))
+        return int(self.budget_bytes * (1 - self._headroom))
+
+    @property
+    def _headroom(self) -> float:
+        """The part of the budget that plans leave free."""
+        return min(_HEADROOM * self.num_exceeded, _MOST_HEADROOM)
 
     def _is_worthwhile(self, plan: Plan, present: Prediction) -> bool:
         """Whether a plan is so much better than the present one that it takes its place."""
