@@ -36,15 +36,14 @@ failures=() # the tests, again at the end, where they are seen
 durations=()
 
 check() {
-    local name="$1" started=$SECONDS
+    local name="$1" started=$SECONDS took='' outcome=passed
     shift
     printf '\n== %s\n' "$name"
-    if "$@"; then
-        durations+=("$(printf '%-12s passed in %4d s' "$name" $((SECONDS - started)))")
-    else
-        durations+=("$(printf '%-12s FAILED in %4d s' "$name" $((SECONDS - started)))")
+    if ! "$@"; then
+        outcome=FAILED
         failed+=("$name")
     fi
+    durations+=("$(printf '%-12s %s in %4d s' "$name" "$outcome" "${took:-$((SECONDS - started))}")")
 }
 
 note_failures() {
@@ -57,69 +56,74 @@ note_failures() {
     fi
 }
 
-# Four processes side by side, each with some of the directories: two cores wait for drives, devices and
-# other processes then. That of tests/unit prints as it runs, between all other checks; the output of the
-# others comes when they have ended. That of tests/integrations takes longest, one test at a time, so it comes first
-# where processes wait for a core.
+# Four processes side by side: two cores wait for drives, devices and other processes then. That of tests/unit
+# prints as it runs, between all other checks. The other three each run the tests of some directories in turn,
+# about as long in all; what they print comes when they have ended.
 run=("$PYTHON" -m pytest --durations=10)
-declare -A process=() printed=()
+declare -A directories=(
+    [behaviour]='autograd behaviour' [lag]=lag [megatron]=megatron [compiled]=compiled [integrations]=integrations
+)
+in_turn=('lag megatron' 'compiled integrations' behaviour)
+processes=()
 has_tests=false
 
-begin() {
-    local name="$1"
-    shift
-    printed[$name]="$(mktemp)"
-    "${first[@]}" "${run[@]}" "$@" >"${printed[$name]}" 2>&1 &
-    process[$name]=$!
-    trap 'kill "${process[@]}" 2>/dev/null' INT EXIT # in the background they do not hear Ctrl-C
-}
-
-# Flags that leave out all directories but these.
-only() {
+# Runs the tests of some directories: its arguments are their names, --, and flags of pytest.
+tests_of() {
     local path
+    local -a named=() left_out=()
+    while [[ "$1" != -- ]]; do
+        named+=("$1")
+        shift
+    done
     for path in tests/*/; do
         path="${path%/}"
-        if [[ " $* " != *" ${path#tests/} "* ]]; then printf -- '--ignore=%s\n' "$path"; fi
+        if [[ " ${named[*]} " != *" ${path#tests/} "* ]]; then left_out+=("--ignore=$path"); fi
+    done
+    "${run[@]}" "${@:2}" "${left_out[@]}"
+}
+
+# Runs the tests of several names in turn, each with a file of what they print and one of how they ended.
+run_in_turn() {
+    local name started status
+    for name in $1; do
+        started=$SECONDS status=0
+        # shellcheck disable=SC2086 # several directories
+        tests_of ${directories[$name]} -- "${@:2}" >"$printed/$name" 2>&1 || status=$?
+        printf '%s %s\n' "$status" $((SECONDS - started)) >"$printed/$name.ended"
     done
 }
 
 begin_others() {
-    local -a left_out first=(nice -n 4)
-    mapfile -t left_out < <(only autograd behaviour lag)
-    begin behaviour "$@" "${left_out[@]}"
-    first=()
-    mapfile -t left_out < <(only integrations)
-    begin integrations "$@" "${left_out[@]}"
-    first=(nice -n 4)
-    mapfile -t left_out < <(only megatron)
-    begin megatron "$@" "${left_out[@]}"
+    local names
+    printed="$(mktemp -d)"
+    set -m # each is a process group of its own, which Ctrl-C does not reach
+    for names in "${in_turn[@]}"; do
+        run_in_turn "$names" "$@" &
+        processes+=($!)
+    done
+    set +m
+    trap 'kill -- "${processes[@]/#/-}" 2>/dev/null; rm -rf "$printed"' EXIT
 }
 
 # What pytest's exit status says: 5, that no test was selected, is an error where nothing else ran either.
 ended() {
     local status="$1" output="$2"
     note_failures "$status" "$output"
-    rm "$output"
     if ((status != 5)); then has_tests=true; fi
     return $((status == 5 ? 0 : status))
 }
 
 unit() {
-    local status=0 output
-    local -a left_out
-    mapfile -t left_out < <(only unit frozen)
-    output="$(mktemp)"
-    nice -n 4 "${run[@]}" "$@" "${left_out[@]}" | tee "$output" || status=${PIPESTATUS[0]}
-    ended "$status" "$output"
+    local status=0
+    tests_of unit frozen -- "$@" | tee "$printed/unit" || status=${PIPESTATUS[0]}
+    ended "$status" "$printed/unit"
 }
 
 background() {
-    local name="$1" status=0
-    wait "${process[$name]}" || status=$?
-    unset "process[$name]"
-    if ((${#process[@]} == 0)); then trap - INT EXIT; fi
-    cat "${printed[$name]}"
-    ended "$status" "${printed[$name]}"
+    local name="$1" status=1
+    cat "$printed/$name"
+    read -r status took <"$printed/$name.ended" || true # no such file: the process was killed
+    ended "$status" "$printed/$name"
 }
 
 # What meets the inner side of PyTorch, which differs between releases: in one process.
@@ -130,7 +134,7 @@ next_tests() {
         tests/behaviour/test_{optimizer_steps,parameter_offload,parameters_that_others_write}.py \
         tests/behaviour/test_{results_are_bit_identical,storage_moves_once,what_*}.py \
         tests/unit/test_{autograd_graph,layer_major,parameter_unit,record,set_aside,what_can_move}.py \
-        tests/integrations/test_compiled_graphs.py::test_{a_graph_has_the_same_bits,two_lengths_in_turn} \
+        tests/compiled/test_compiled_graphs.py::test_{a_graph_has_the_same_bits,two_lengths_in_turn} \
         "$@" || status=$?
     return $((status == 5 ? 0 : status)) # 5: none of the selected tests is among these
 }
@@ -176,7 +180,9 @@ elif bootstrap_next; then
 else
     echo "tests: nothing was run with $(grep '^torch==' tools/constraints-next.txt), which is not installed"
 fi
-for one in behaviour megatron integrations; do
+wait "${processes[@]}" || true # how each ended stands in its file
+trap 'rm -rf "$printed"' EXIT
+for one in lag megatron compiled integrations behaviour; do
     check "$one" background "$one"
 done
 if [[ "$has_tests" == false ]]; then

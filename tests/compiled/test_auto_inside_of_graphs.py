@@ -51,10 +51,19 @@ def plan_file(path: Path, placements: dict[str, Placement]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", [Stack, pytest.param(Twice, marks=pytest.mark.slow), Shares])
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [
+        ("aot_eager", Stack),
+        pytest.param("aot_eager", Twice, marks=pytest.mark.slow),
+        ("aot_eager", Shares),
+        pytest.param("inductor", Stack, marks=pytest.mark.rare),
+        pytest.param("inductor", Twice, marks=pytest.mark.rare),
+        pytest.param("inductor", Shares, marks=pytest.mark.slow),
+    ],
+)
 def test_each_call_of_a_layer_is_measured_and_planned(
-    kind: Any, backend: str, tmp_path: Path
+    backend: str, kind: Any, tmp_path: Path
 ) -> None:
     file = tmp_path / "plan.json"
     settings = {**BUDGET, "run_directory": tmp_path, "plan_file": file}

@@ -134,25 +134,33 @@ def assert_same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
     assert all(map(torch.equal, one, other))
 
 
-BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 # A dozen graphs, with and without: minutes of compilation.
 MANY_GRAPHS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.rare)]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+SLOW, RARE = pytest.mark.slow, pytest.mark.rare
+FULL, DYNAMIC = {"fullgraph": True}, {"dynamic": True}
+
+
 @pytest.mark.parametrize(
-    ("compiled", "kind", "how"),
+    ("compiled", "kind", "backend", "how"),
     [
-        (whole, Pair, {"fullgraph": True}),
-        pytest.param(in_place, Short, {"dynamic": True}, marks=pytest.mark.slow),
-        pytest.param(by_layers, Pair, {"fullgraph": True, "dynamic": True}, marks=pytest.mark.slow),
-        (whole, Checkpointed, {}),
-        (whole, Normed, {"fullgraph": True}),
-        (by_layers, Normed, {}),
+        (whole, Pair, "aot_eager", FULL),
+        pytest.param(whole, Pair, "inductor", FULL, marks=SLOW),
+        pytest.param(in_place, Short, "aot_eager", DYNAMIC, marks=SLOW),
+        pytest.param(in_place, Short, "inductor", DYNAMIC, marks=RARE),
+        pytest.param(by_layers, Pair, "aot_eager", FULL | DYNAMIC, marks=SLOW),
+        pytest.param(by_layers, Pair, "inductor", FULL | DYNAMIC, marks=SLOW),
+        (whole, Checkpointed, "aot_eager", {}),
+        pytest.param(whole, Checkpointed, "inductor", {}, marks=SLOW),
+        (whole, Normed, "aot_eager", FULL),
+        pytest.param(whole, Normed, "inductor", FULL, marks=SLOW),
+        (by_layers, Normed, "aot_eager", {}),
+        pytest.param(by_layers, Normed, "inductor", {}, marks=RARE),
     ],
 )
 def test_whole_in_place_and_by_layers(
-    compiled: Callable[..., Call], kind: Any, how: dict[str, Any], backend: str, tmp_path: Path
+    compiled: Callable[..., Call], kind: Any, backend: str, how: dict[str, Any], tmp_path: Path
 ) -> None:
     run = functools.partial(trained, compiled=compiled, kind=kind, backend=backend, **how)
     assert_same(run(tmp_path), run(None))
