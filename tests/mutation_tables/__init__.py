@@ -97,14 +97,20 @@ def all_rows() -> list[Mutation]:
 
 
 def _rows(table: Path) -> Iterator[Mutation]:
-    header, *lines = table.read_text().splitlines()
-    assert header.split("\t") == COLUMNS, f"{table.name} begins with {header}"
-    for line in lines:
-        fields = [re.sub(r"\\(.)", _unescaped, field) for field in line.split("\t")]
-        assert len(fields) == len(COLUMNS), f"{table.name}: a row has other columns: {line}"
+    for fields in rows_of(table, COLUMNS):
         mutation = Mutation(*fields)
         assert mutation.ends in (FAILS, HANGS, LEFT_OUT), f"{mutation}: ends {mutation.ends!r}"
         yield mutation
+
+
+def rows_of(table: Path, columns: list[str]) -> Iterator[list[str]]:
+    """The fields of each row below a head with these columns, with their line breaks."""
+    header, *lines = table.read_text().splitlines()
+    assert header.split("\t") == columns, f"{table.name} begins with {header}"
+    for line in lines:
+        fields = [re.sub(r"\\(.)", _unescaped, field) for field in line.split("\t")]
+        assert len(fields) == len(columns), f"{table.name}: a row has other columns: {line}"
+        yield fields
 
 
 def _unescaped(escape: re.Match[str]) -> str:
