@@ -7,8 +7,6 @@ import copy
 import io
 import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from megatron.offload.moving.storage import Where
 from megatron.offload.states.optimizer_states import OptimizerStates
 from megatron.offload.tiers.ssd import SsdBlock, SsdTier
 from tests.behaviour.test_optimizer_states_stay_bit_identical import OPTIMIZERS, Trained, same
+from tests.support.processes import finish, start_python
 
 
 @pytest.fixture(params=["ssd", "host"])
@@ -599,13 +598,7 @@ print(*[(one.bytes - one.before) // MIB for one in (saving, loading)])
 @pytest.mark.parametrize("way", ["torch", "dcp"])
 def test_there_is_no_second_copy_in_memory(way: str, tmp_path: Path) -> None:
     """100 MiB of states, 16 MiB of window: what saving and loading add is about a window."""
-    done = subprocess.run(
-        [sys.executable, "-c", _MEMORY, str(tmp_path), way],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    saving, loading = map(int, done.stdout.split())
+    code, output, errors = finish(start_python(_MEMORY, tmp_path, way))
+    assert code == 0, errors
+    saving, loading = map(int, output.split())
     assert saving < 40 and loading < 60

@@ -7,9 +7,6 @@ import contextlib
 import copy
 import gc
 import itertools
-import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +27,7 @@ from megatron.offload.integration.torch.offload import ActivationOffload
 from megatron.offload.stats import history
 from tests.support.loops import gradients, net, noise
 from tests.support.models import clone_of
-from tests.support.processes import ROOT
+from tests.support.processes import finish, start_python
 from tests.support.same_training import digest
 
 
@@ -389,15 +386,8 @@ def test_a_program_may_end_without_closing(tmp_path: Path) -> None:
             model(torch.randn(64, 64)).sum().backward()
         loss = model(torch.randn(64, 64)).sum()
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    code, _, errors = finish(start_python(script, tmp_path))
+    assert (code, errors) == (0, "")
     assert len((tmp_path / "m.jsonl").read_text().splitlines()) == 3
 
 

@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ import torch
 
 from megatron.offload import offload_activations
 from tests.support.loops import Net, net, noise
-from tests.support.processes import ROOT
+from tests.support.processes import finish, start_python
 
 
 class _FailsInBackward(torch.autograd.Function):
@@ -94,9 +91,7 @@ def test_a_script_that_fails_ends_with_its_own_traceback(tmp_path: Path) -> None
     """
 
     def said(line: str) -> str:
-        program = textwrap.dedent(script).format(line)
-        command = [sys.executable, "-c", program, str(tmp_path)]
-        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100).stderr
+        return finish(start_python(script.format(line), tmp_path))[2]
 
     for line in ("", "raise ValueError('x')"):
         assert "offload:" not in said(line)

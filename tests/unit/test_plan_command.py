@@ -8,8 +8,6 @@ import dataclasses
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -34,7 +32,7 @@ from megatron.offload.planner.solver.baselines import suffix_plan
 from megatron.offload.planner.solver.solve import solve
 from megatron.offload.sizes import format_size
 from megatron.offload.stats.endurance import YEAR_S
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, finish, start_python
 
 pytestmark = pytest.mark.slow
 
@@ -60,15 +58,10 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """What is printed, and the folder with what is written."""
     folder = tmp_path_factory.mktemp("plan")
     flags = f"--output {folder}/plan.json --json {folder}/all.json --rok {folder}/new/rok.svg"
-    done = subprocess.run(
-        [sys.executable, "-c", _WITHOUT_MEGATRON, *f"{TIGHT} {flags}".split()],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=Path(__file__).resolve().parents[2],
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout, folder
+    process = start_python(_WITHOUT_MEGATRON, *f"{TIGHT} {flags}".split())
+    code, output, errors = finish(process, timeout_s=240)
+    assert code == 0, errors
+    return output, folder
 
 
 # An import of megatron-core fails, and so does a question about CUDA.
