@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of behaviour ask for: threads that compute, and an end of what does not end."""
+"""What tests of behaviour ask for: threads, drives, and an end of what does not end."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from megatron.offload.tiers.bandwidth import BandwidthMeter
 from tests.support.layer_major import waiting_threads
 from tests.support.watchdog import Watchdog
 
@@ -16,6 +17,12 @@ def one_thread_for_each_pass(one_compute_thread: None) -> Iterator[None]:
     """Else each forward pass's thread starts a team of its own; and none of them is left."""
     yield
     assert not waiting_threads()
+
+
+@pytest.fixture
+def equally_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drives count as equally fast, so that each gets its share whatever else the machine does."""
+    monkeypatch.setattr(BandwidthMeter, "bytes_per_s", None)
 
 
 @pytest.fixture

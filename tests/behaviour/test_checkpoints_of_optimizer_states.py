@@ -24,6 +24,7 @@ from megatron.offload.moving.storage import Where
 from megatron.offload.states.optimizer_states import OptimizerStates
 from megatron.offload.tiers.ssd import SsdBlock, SsdTier
 from tests.behaviour.test_optimizer_states_stay_bit_identical import OPTIMIZERS, Trained, same
+from tests.support.mounts import flip_a_bit
 from tests.support.processes import finish, start_python
 
 
@@ -437,11 +438,7 @@ def damaged(on_ssd: dict[str, Any]) -> Iterator[Trained]:
     states.wait_for_writes()
     blocks = [one.block for one in states.buckets if one.where is Where.ON_TIER]
     (extent, *_) = (e for b in blocks if isinstance(b, SsdBlock) for e in b.extents)
-    fd = os.open(f"/proc/self/fd/{extent.drive.file.fd}", os.O_RDWR)
-    byte = os.pread(fd, 1, extent.offset + 100)[0]
-    os.pwrite(fd, bytes([byte ^ 1]), extent.offset + 100)
-    os.fsync(fd)
-    os.close(fd)
+    flip_a_bit(extent, 100)
     yield trained
     assert trained.handle is not None
     trained.handle.close(restore=False)

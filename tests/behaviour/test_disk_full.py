@@ -21,9 +21,8 @@ import torch
 
 from megatron.offload import OffloadEngine
 from megatron.offload.sizes import MIB
-from megatron.offload.tiers.bandwidth import BandwidthMeter
 from megatron.offload.tiers.drive import Health
-from tests.support.models import Model, assert_same, run_step, ssd
+from tests.support.models import Model, assert_same, model_and_input, run_step, ssd
 from tests.support.mounts import MountedDisk, mounted_ext4, small_tmpfs
 from tests.support.processes import finish, start_python
 from tests.support.waiting import wait_until
@@ -95,11 +94,6 @@ def ample_disk(
     """Room for more than a step offloads, of which a file takes 16 MiB at first."""
     with disk_with_room(request.param, 24 * MIB, tmp_path, monkeypatch) as disk:
         yield disk
-
-
-def model_and_input() -> tuple[Model, torch.Tensor]:
-    model = Model(hidden=64)
-    return model, torch.randn(8, 128, 64)
 
 
 def assert_full(engine: OffloadEngine, caplog: pytest.LogCaptureFixture) -> None:
@@ -179,12 +173,6 @@ def small_and_roomy(
     else:
         with mounted_ext4(tmp_path, 12 * MIB) as small, mounted_ext4(other, 160 * MIB) as roomy:
             yield small, roomy.path
-
-
-@pytest.fixture
-def equally_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drives count as equally fast, so that each gets its share whatever else the machine does."""
-    monkeypatch.setattr(BandwidthMeter, "bytes_per_s", None)
 
 
 @pytest.mark.usefixtures("equally_fast")

@@ -16,6 +16,8 @@ MIB = 1 << 20
 @pytest.mark.parametrize(
     "settings",
     [
+        {"mode": "ssd", "io": "direct"},
+        {"mode": "ssd", "io": "buffered"},
         {"mode": "host"},
         {"mode": "tiered"},
         {"mode": "ssd", "verify": "checksum"},
@@ -25,9 +27,10 @@ MIB = 1 << 20
     ],
     ids=str,
 )
-def test_loss_and_gradients_are_equal(make_engine, settings):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loss_and_gradients_are_equal(make_engine, settings, dtype):
     settings = dict(settings)
-    model, x = Model(), torch.randn(3, 17, 32)
+    model, x = Model().to(dtype), torch.randn(3, 17, 32, dtype=dtype)
     plain = run_step(model, x)
     host_budget = settings.pop("host_budget", 64 * MIB)
     engine = make_engine(host_budget=host_budget, **settings)
@@ -42,6 +45,32 @@ def test_loss_and_gradients_are_equal(make_engine, settings):
         assert step.read_bytes == step.written_bytes
         assert step.rejected_bytes == 0
         wait_until(lambda: not any(t.used_bytes for t in engine.tiers.values()), "tiers not empty")
+
+
+def test_default_hooks_give_the_same_gradients(engine):
+    model, x = Model(), torch.randn(3, 17, 32)
+    plain = run_step(model, x)
+    engine.exclude(model.parameters())
+    torch.manual_seed(5)
+    model.zero_grad()
+    with engine.step():
+        with engine.forward(engine.scope), engine.saved_tensors_hooks():
+            loss = model(x).square().mean()
+        loss.backward()
+    assert_same((loss.detach(), [p.grad.clone() for p in model.parameters()]), plain)
+    assert engine.statistics.offloaded_bytes > 0
+
+
+def test_odd_sizes_survive_the_cut_into_edges_and_body(make_engine):
+    engine = make_engine(io="direct")
+    for numel in (1, 127, 128, 1000, 1024, 4096, 5000, 1 << 18, (1 << 18) + 3):
+        source = torch.randn(numel, requires_grad=True)
+        with engine.step():
+            with engine.forward(engine.scope), engine.saved_tensors_hooks():
+                y = source.exp()
+            expected = y.detach().clone()
+            y.sum().backward()
+        assert torch.equal(source.grad, expected)
 
 
 def test_several_directories_share_the_bytes(make_engine, write_gate, tmp_path):

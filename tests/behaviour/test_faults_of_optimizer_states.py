@@ -35,7 +35,7 @@ from megatron.offload.tiers.drive import Health
 from megatron.offload.tiers.file import UnlinkedFile
 from megatron.offload.tiers.io_threads import IoThreads
 from tests.behaviour.test_optimizer_states_stay_bit_identical import OPTIMIZERS, Trained, same
-from tests.support.mounts import MountedDisk, mounted_ext4
+from tests.support.mounts import MountedDisk, flip_a_bit, mounted_ext4
 from tests.support.training import moving
 from tests.support.waiting import SOON_S
 
@@ -366,24 +366,17 @@ def test_parameters_are_named_as_the_optimizer_names_them(
         handle.close(restore=False)
 
 
-def flip_a_bit(trained: Trained, bucket: Bucket | None = None) -> None:
-    """In the file, of one bucket that is away; the page cache forgets what it knew."""
+def damage(trained: Trained, bucket: Bucket | None = None) -> None:
+    """One bucket that is away, in the file."""
     away = one_away(trained)
     (extent,) = (bucket or away).block.extents
-    fd = os.open(f"/proc/self/fd/{extent.drive.file.fd}", os.O_RDWR)
-    try:
-        byte = os.pread(fd, 1, extent.offset + 5)
-        os.pwrite(fd, bytes([byte[0] ^ 0x10]), extent.offset + 5)
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
+    flip_a_bit(extent, 5)
 
 
 def test_a_flipped_bit_ends_training(offloaded: Callable[..., Trained]) -> None:
     trained = offloaded()
     trained.train(3)
-    flip_a_bit(trained)
+    damage(trained)
     with pytest.raises(LostStateError, match="checksum mismatch"):
         trained.train(1)
 
@@ -398,7 +391,7 @@ def test_a_lost_state_is_replaced_by_a_checkpoint(
     trained.train(3)
     saved = trained.result
     trained.train(1)  # goes down: the next one begins with the first bucket
-    flip_a_bit(trained, states_of(trained).buckets[number])
+    damage(trained, states_of(trained).buckets[number])
     with pytest.raises(LostStateError):
         trained.train(1)
     groups = saved[2]["param_groups"]
@@ -437,7 +430,7 @@ def test_a_lost_state_in_mid_step_leaves_nothing_to_go_on_from(
 def test_what_is_not_lost_is_back_in_memory_after_close(tmp_path: Path) -> None:
     expected = Trained(ADAMW).train(3).result[2]["state"]
     trained = Trained(ADAMW, directory=tmp_path, **SMALL).train(3)
-    flip_a_bit(trained)
+    damage(trained)
     handle = trained.handle
     with pytest.raises(LostStateError):
         handle.close()

@@ -20,11 +20,10 @@ import torch
 
 from megatron.offload import OffloadEngine, StorageError
 from megatron.offload.sizes import MIB
-from megatron.offload.tiers.bandwidth import BandwidthMeter
 from megatron.offload.tiers.drive import Extent, Health
 from megatron.offload.tiers.file import UnlinkedFile
-from tests.support.models import Model, assert_same, run_step, settle, ssd
-from tests.support.mounts import mounted_ext4
+from tests.support.models import Model, assert_same, model_and_input, run_step, settle, ssd
+from tests.support.mounts import flip_a_bit, mounted_ext4
 from tests.support.processes import finish, start_python
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("one_compute_thread")]
@@ -72,10 +71,6 @@ def failing_disk(
         io = request.param.split(", ")[1]
         with mounted_ext4(tmp_path, 64 * MIB) as outer, mounted_ext4(outer.path, 48 * MIB) as inner:
             yield FailingDisk(inner.path, io, outer.refuse_writes)
-
-
-def model_and_input() -> tuple[Model, torch.Tensor]:
-    return Model(hidden=64), torch.randn(8, 128, 64)
 
 
 def assert_failed(engine: OffloadEngine, caplog: pytest.LogCaptureFixture) -> None:
@@ -145,12 +140,6 @@ def wide_model_and_input() -> tuple[Model, torch.Tensor]:
     """Saves storages of more than 8 MiB. The first is striped over two drives in halves: nothing
     waits there yet, and neither is known to be slower."""
     return Model(hidden=128, num_layers=1), torch.randn(16, 260, 128)
-
-
-@pytest.fixture
-def equally_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drives count as equally fast, so that each gets its share whatever else the machine does."""
-    monkeypatch.setattr(BandwidthMeter, "bytes_per_s", None)
 
 
 @pytest.mark.usefixtures("equally_fast")
@@ -266,18 +255,6 @@ def test_what_cannot_be_read_ends_the_process_with_a_sentence(tmp_path: Path) ->
     sentence = errors.splitlines()[-1]
     assert "activation offload: rank 3 could not read an activation of " in sentence
     assert f"file in {tmp_path}, offset " in sentence and "short read: got 0 of" in sentence
-
-
-def flip_a_bit(extent: Extent, at: int) -> None:
-    """On the disk, through a descriptor of our own; the page cache forgets what it knew."""
-    fd = os.open(f"/proc/self/fd/{extent.drive.file.fd}", os.O_RDWR)
-    try:
-        byte = os.pread(fd, 1, extent.offset + at)
-        os.pwrite(fd, bytes([byte[0] ^ 0x40]), extent.offset + at)
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
 
 
 POSITIONS = pytest.mark.parametrize("number", [0, 1], ids=["first drive", "second drive"])

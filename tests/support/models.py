@@ -90,6 +90,11 @@ def settle(engine: OffloadEngine, timeout_s: float = SOON_S) -> None:
     assert engine.wait_for_writes(timeout_s), "writes did not end"
 
 
+def model_and_input() -> tuple[Model, torch.Tensor]:
+    """A model whose step offloads 15 MiB, about, and what it computes with."""
+    return Model(hidden=64), torch.randn(8, 128, 64)
+
+
 def run_step(
     model: Model,
     x: torch.Tensor,

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small file systems that a test may break: `mounted_ext4`, `small_tmpfs`, `write_throttle`.
+"""Small file systems that a test may break: `mounted_ext4`, `small_tmpfs`, `write_throttle`; and a
+file of ours: `flip_a_bit`.
 
-Each is a context manager that undoes what it did however the test ends, and skips the test, with
-the reason, where the process is not root or the kernel refuses. The faults are the kernel's own:
-a full disk, a drive that takes no more writes, one that has lost its contents.
+Each of the three is a context manager that undoes what it did however the test ends, and skips the
+test, with the reason, where the process is not root or the kernel refuses. The faults are the
+kernel's own: a full disk, a drive that takes no more writes, one that has lost its contents.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from megatron.offload.tiers.drive import Extent
 
 _FILLER = "other-files"
 _TIMEOUT_S = 30.0
@@ -154,6 +157,18 @@ def write_throttle(disk: MountedDisk, bytes_per_s: int) -> Iterator[Path]:
             for process in (group / "cgroup.procs").read_text().split():
                 (controller / "cgroup.procs").write_text(process)
             group.rmdir()
+
+
+def flip_a_bit(extent: Extent, at: int) -> None:
+    """On the drive, through a descriptor of our own; the page cache forgets what it knew."""
+    fd = os.open(f"/proc/self/fd/{extent.drive.file.fd}", os.O_RDWR)
+    try:
+        byte = os.pread(fd, 1, extent.offset + at)
+        os.pwrite(fd, bytes([byte[0] ^ 0x40]), extent.offset + at)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
 
 
 def _new_directory(directory: Path, kind: str, needs: tuple[str, ...] = ()) -> Path:

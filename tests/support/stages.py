@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.offload.activations.placement.plan import Prediction
+from megatron.offload.activations.placement.plan import Plan, PlannedPart, Prediction
+from megatron.offload.activations.placement.policy import Placement
 from megatron.offload.planner.profile.pipeline_schedule import PipelinePosition
 from megatron.offload.planner.profile.stage_profile import (
     LayerProfile,
@@ -74,3 +75,17 @@ def predicted(profile: StageProfile, choice: int) -> Prediction:
     """What a step costs in which all parts have this choice, if they may."""
     timeline = Timeline(profile)
     return prediction_of(timeline.cost(timeline.choices.all(choice)))
+
+
+def plan_of(profile: StageProfile, *placements: Placement, lead: int | None = None) -> Plan:
+    """One placement for each layer; the last one for those that are left."""
+    lines = []
+    for number, one in enumerate(profile.layers):
+        where = placements[min(number, len(placements) - 1)]
+        lines.append(PlannedPart(one.chunk, one.name, "layer", where, one.movable_bytes))
+    return Plan(tuple(lines), lead_layers=lead)
+
+
+def predict(profile: StageProfile, *placements: Placement, lead: int | None = None) -> Prediction:
+    """Of `plan_of`."""
+    return Timeline(profile).predict(plan_of(profile, *placements, lead=lead))

@@ -37,23 +37,6 @@ pytestmark = pytest.mark.timeout(60)
 Tiers = Callable[..., SsdTier]
 
 
-@pytest.fixture
-def make_tier(tmp_path: Path) -> Iterator[Tiers]:
-    """Builds tiers on directories of their own, and closes them after the test."""
-    tiers: list[SsdTier] = []
-
-    def build(num_drives: int = 1, **settings: object) -> SsdTier:
-        directories = [tmp_path / f"{len(tiers)}-{number}" for number in range(num_drives)]
-        for directory in directories:
-            directory.mkdir()
-        tiers.append(SsdTier(directories, **settings))  # type: ignore[arg-type]
-        return tiers[-1]
-
-    yield build
-    for tier in tiers:
-        tier.close()
-
-
 def storage(num_bytes: int, value: int = 7) -> torch.UntypedStorage:
     return torch.full((num_bytes,), value, dtype=torch.uint8).untyped_storage()
 

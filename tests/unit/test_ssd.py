@@ -35,21 +35,9 @@ PAGE = 4096
 
 
 @pytest.fixture
-def make_tier(tmp_path: Path) -> Iterator[Tiers]:
-    """Builds tiers with buffered I/O on directories of their own; closes those still open."""
-    tiers: list[SsdTier] = []
-
-    def build(num_drives: int = 1, **settings: object) -> SsdTier:
-        directories = [tmp_path / f"{len(tiers)}-{number}" for number in range(num_drives)]
-        for directory in directories:
-            directory.mkdir()
-        tiers.append(SsdTier(directories, io="buffered", **settings))  # type: ignore[arg-type]
-        return tiers[-1]
-
-    yield build
-    for tier in tiers:
-        if tier.drives[0].file.fd != -1:  # type: ignore[attr-defined]
-            tier.close()
+def make_tier(make_tier: Tiers) -> Tiers:
+    """Tiers with buffered I/O."""
+    return lambda num_drives=1, **more: make_tier(num_drives, **{"io": "buffered", **more})
 
 
 @pytest.fixture

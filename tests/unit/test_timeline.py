@@ -34,26 +34,12 @@ from megatron.offload.planner.simulator.instructions import (
 from megatron.offload.planner.simulator.step import MISSING_BYTES, STALL_S, _step, new_channels
 from megatron.offload.planner.simulator.timeline import Timeline
 from tests.support.simulated_trace import trace_of
-from tests.support.stages import layer, part, stage, tier
+from tests.support.stages import layer, part, plan_of, predict, stage, tier
 
 Layers = dict[str, int]
 
 KEEP, RECOMPUTE = Placement.KEEP, Placement.RECOMPUTE
 HOST, SSD = Placement.HOST, Placement.SSD
-
-
-def predict(profile: StageProfile, *placements: Placement) -> Prediction:
-    """Of `plan_of`."""
-    return Timeline(profile).predict(plan_of(profile, *placements))
-
-
-def plan_of(profile: StageProfile, *placements: Placement) -> Plan:
-    """One placement for each layer; the last one for those that are left."""
-    lines = []
-    for number, one in enumerate(profile.layers):
-        where = placements[min(number, len(placements) - 1)]
-        lines.append(PlannedPart(one.chunk, one.name, "layer", where, one.movable_bytes))
-    return Plan(tuple(lines))
 
 
 def test_what_is_kept_costs_nothing_but_memory() -> None:

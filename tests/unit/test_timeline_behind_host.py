@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from megatron.offload.activations.placement.plan import Plan, PlannedPart, Prediction
+from megatron.offload.activations.placement.plan import Prediction
 from megatron.offload.activations.placement.policy import Placement
 from megatron.offload.planner.profile.stage_profile import UNBOUNDED, StageProfile
 from megatron.offload.planner.simulator.timeline import Timeline
 from tests.support.simulated_trace import trace_of
-from tests.support.stages import layer, part, stage, tier
+from tests.support.stages import layer, part, plan_of, predict, stage, tier
 
 KEEP, RECOMPUTE = Placement.KEEP, Placement.RECOMPUTE
 HOST, SSD = Placement.HOST, Placement.SSD
@@ -28,20 +28,6 @@ def behind(num_layers: int, *, rate: float = 8.0, name: str = "host", **more: An
     tiers = (tier(name, rate, rate),)
     values = {"inflight_bytes": 16, "lead_layers": UNBOUNDED, "tiers": tiers, **more}
     return stage(num_layers, **values)
-
-
-def plan_of(profile: StageProfile, *placements: Placement, lead: int | None = None) -> Plan:
-    """One placement for each layer; the last one for those that are left."""
-    lines = []
-    for number, one in enumerate(profile.layers):
-        where = placements[min(number, len(placements) - 1)]
-        lines.append(PlannedPart(one.chunk, one.name, "layer", where, one.movable_bytes))
-    return Plan(tuple(lines), lead_layers=lead)
-
-
-def predict(profile: StageProfile, *placements: Placement, lead: int | None = None) -> Prediction:
-    """Of `plan_of`."""
-    return Timeline(profile).predict(plan_of(profile, *placements, lead=lead))
 
 
 @pytest.mark.parametrize("placement", [KEEP, RECOMPUTE])
