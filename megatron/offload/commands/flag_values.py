@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+from collections.abc import Callable, Collection
 
 from megatron.offload.errors import ConfigurationError
 from megatron.offload.flag import argparse_type
@@ -17,6 +18,22 @@ size = argparse_type(parse_size)
 def counts(text: str) -> list[int]:
     """Whole numbers from 1 up with commas between them, each once, the smallest first."""
     return sorted({count(part) for part in text.split(",")})
+
+
+def known_names(kind: str, known: Collection[str]) -> Callable[[str], list[str]]:
+    """A type of known names with commas between them, each once."""
+
+    def parse(text: str) -> list[str]:
+        found = [name.strip() for name in text.split(",") if name.strip()]
+        choices = f"choose from {', '.join(known)}"
+        for name in found:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"unknown {kind} {name!r}; {choices}")
+        if not found:
+            raise argparse.ArgumentTypeError(f"no {kind}; {choices}")
+        return list(dict.fromkeys(found))
+
+    return parse
 
 
 def number(least: float, most: float) -> Callable[[str], float]:

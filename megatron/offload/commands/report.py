@@ -26,6 +26,7 @@ from megatron.offload.commands.training_runs.trainer import (
     METRICS,
     PLACEMENT_FLAGS,
     CommandTrainer,
+    Trainer,
 )
 from megatron.offload.documents import each_line, from_json
 from megatron.offload.errors import ConfigurationError
@@ -128,14 +129,7 @@ def compare_script(script: Path, arguments: str, num_steps: int) -> str:
     with tempfile.TemporaryDirectory(prefix="megatron-offload-") as folder:
         trainer = ScriptTrainer(script, shlex.split(arguments), Path(folder))
         for name, flags in (("off", PLACEMENT_FLAGS["off"]), ("offload", ())):
-            print(f"{script.name}: {num_steps} steps, {name}", file=sys.stderr, flush=True)
-            trainer.train(
-                name,
-                flags,
-                "offload",
-                Path(folder) / name,
-                enough=lambda steps: len(steps) >= num_steps,
-            )
+            _run(trainer, name, flags, Path(folder), num_steps)
             if not (Path(folder) / name / METRICS).is_file():
                 raise RunError(
                     f"{script} ended and did not call offload_activations on its first rank; "
@@ -169,16 +163,16 @@ def compare_command(words: Sequence[str], num_steps: int) -> str:
     common = ["--train-iters", str(num_steps), "--eval-iters", "0", "--log-interval", "1"]
     with tempfile.TemporaryDirectory(prefix="megatron-offload-") as folder:
         for name, own in (("off", plain), ("offload", flags)):
-            print(f"{script.name}: {num_steps} steps, {name}", file=sys.stderr, flush=True)
             trainer = CommandTrainer(script, own, Path(folder), launch=start)
-            trainer.train(
-                name,
-                common,
-                "offload",
-                Path(folder) / name,
-                enough=lambda steps: len(steps) >= num_steps,
-            )
+            _run(trainer, name, common, Path(folder), num_steps)
         return compare_runs([Path(folder) / name / METRICS for name in ("off", "offload")])
+
+
+def _run(trainer: Trainer, name: str, flags: Sequence[str], folder: Path, num_steps: int) -> None:
+    print(f"{trainer.script.name}: {num_steps} steps, {name}", file=sys.stderr, flush=True)
+    trainer.train(
+        name, flags, "offload", folder / name, enough=lambda steps: len(steps) >= num_steps
+    )
 
 
 def _names_of(paths: Sequence[Path]) -> list[str]:

@@ -49,7 +49,8 @@ def produced_check(gpu: Gpu, checks: Iterable[Check]) -> Check | None:
     layers = project(Projection(_MODEL, Parallelism(), hardware)).layers
     made = produced_bytes_per_s(layers)
     taken = {f"the link ({described.host_link})": hardware.link_bytes_per_s}
-    written = [max(rates.values()) for one in checks if (rates := _written(one))]
+    rates = [one.facts.get("write_bytes_per_s") for one in checks]
+    written = [max(one.values()) for one in rates if one]
     if written:
         taken["what the directories write"] = sum(written)
     hides = max(taken.values()) >= made
@@ -64,7 +65,3 @@ def produced_check(gpu: Gpu, checks: Iterable[Check]) -> Check | None:
         "your model",
         {"produced_bytes_per_s": made, "taken_bytes_per_s": taken},
     )
-
-
-def _written(check: Check) -> dict[str, float]:
-    return dict(check.facts.get("write_bytes_per_s", {}))

@@ -58,7 +58,8 @@ class Estimate:
 
 def as_text(found: Estimate) -> str:
     """Several paragraphs of at most 100 columns, without a newline at the end."""
-    paragraphs = [_heading(found), _by_kind(found), _by_way(found), _lines(found), _hint(found)]
+    paragraphs = [_heading(found), _by_kind(found), _by_way(found), _lines(found)]
+    paragraphs.append("\n".join(_hints(found)))
     return "\n\n".join(filter(None, paragraphs))
 
 
@@ -147,10 +148,6 @@ def _python(way: str, found: Estimate) -> str:
     if tier == "ssd":
         return text.replace("DIR", '"/mnt/nvme0"')
     return text.replace(", DIR", "")  # what has no directory goes to host memory
-
-
-def _hint(found: Estimate) -> str:
-    return "\n".join(_hints(found))
 
 
 def _hints(found: Estimate) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.offload.activations.placement.atomic_file import check_place
 from megatron.offload.commands.drawing import check_picture
-from megatron.offload.commands.flag_values import count, size
+from megatron.offload.commands.flag_values import count, known_names, size
 from megatron.offload.commands.longest.text import UNITS
 from megatron.offload.commands.longest.ways import DEFAULT_WAYS, WAYS
 from megatron.offload.commands.plan.arguments import (
@@ -83,7 +83,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--by", choices=tuple(UNITS), default="sequence", help="what {N} is; default: sequence"
     )
     parser.add_argument(
-        "--ways", type=_ways, metavar="WAY,...", help=f"default: {','.join(DEFAULT_WAYS)}"
+        "--ways",
+        type=known_names("way", WAYS),
+        metavar="WAY,...",
+        help=f"default: {','.join(DEFAULT_WAYS)}",
     )
     parser.add_argument(
         "--first",
@@ -219,13 +222,3 @@ def _given(args: argparse.Namespace, *groups: Callable[[Any], None]) -> list[str
 def _refuse(flags: Sequence[str], why: str) -> None:
     if flags:
         raise ConfigurationError(f"{', '.join(flags)}: {why}")
-
-
-def _ways(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        if name not in WAYS:
-            raise argparse.ArgumentTypeError(f"unknown way {name!r}; choose from {', '.join(WAYS)}")
-    if not names:
-        raise argparse.ArgumentTypeError(f"no way; choose from {', '.join(WAYS)}")
-    return list(dict.fromkeys(names))

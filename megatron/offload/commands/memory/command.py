@@ -40,7 +40,7 @@ def explain_memory(path: Path, picture: Path | None) -> str:
             f"the memory report {path} has no step yet; the first two steps are left out, and with "
             "auto all before the first plan: let the training run for longer"
         )
-    shown = max(steps, key=_peak_of)
+    shown = max(steps, key=lambda step: step.peak_bytes)
     if picture is not None:
         draw(shown, picture)
     return as_text(steps, shown, predicted_peak(shown))
@@ -60,7 +60,3 @@ def predicted_peak(step: StepMemory) -> PredictedPeak | None:
     with reading("the plan in the memory report is not that of its profile", _RUN_AGAIN):
         (plan,) = plans_from_json(step.plan).values()
         return Timeline(StageProfile.from_json(step.profile)).explain_peak(plan)
-
-
-def _peak_of(step: StepMemory) -> int:
-    return step.peak_bytes

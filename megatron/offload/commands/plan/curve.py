@@ -16,8 +16,8 @@ from megatron.offload.commands.plan.comparison import (
     REPLAY_ALL,
     PlanComparison,
 )
+from megatron.offload.sizes import GIB
 
-GIB = 1 << 30
 # The strategies of a comparison, as `rok` calls them.
 _STRATEGIES = {
     "keep all": "off",

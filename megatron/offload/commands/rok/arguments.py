@@ -7,7 +7,7 @@ import argparse
 import datetime
 from pathlib import Path
 
-from megatron.offload.commands.flag_values import count, counts, size
+from megatron.offload.commands.flag_values import count, counts, known_names, size
 from megatron.offload.commands.rok.strategy import DEFAULT_STRATEGIES, STRATEGIES
 from megatron.offload.commands.rok.training_command import MeasuredCommand
 from megatron.offload.commands.training_runs.script import add_script_arguments, check_script
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measure = parser.add_argument_group("runner")
     measure.add_argument(
         "--strategies",
-        type=_strategies,
+        type=known_names("strategy", STRATEGIES),
         default=None,
         metavar="NAME,...",
         help=f"default: {','.join(DEFAULT_STRATEGIES)}; also: host, tiered",
@@ -172,12 +172,12 @@ def check_arguments(args: argparse.Namespace) -> None:
             f"there is no trainer at {args.trainer}, which is no part of the installed package; "
             "run this from a checkout of megatron-offload or give --trainer"
         )
-    names = args.strategies
-    if "suffix" in names and "auto" not in names:
+    chosen = args.strategies
+    if "suffix" in chosen and "auto" not in chosen:
         raise ConfigurationError(
             "suffix follows the profile that auto measures; add auto to --strategies"
         )
-    if "auto" in names and isinstance(args.budgets, int) and not {"off", "recompute"} <= {*names}:
+    if "auto" in chosen and isinstance(args.budgets, int) and not {"off", "recompute"} <= {*chosen}:
         raise ConfigurationError(
             "a number of budgets lies between the peaks of off and recompute; add both to "
             "--strategies, or give --budgets as sizes"
@@ -227,18 +227,6 @@ def _take(args: argparse.Namespace, training: MeasuredCommand) -> None:
                 "suffix is a plan for one pipeline stage, and the training command has "
                 f"{training.num_stages}; leave it out of --strategies"
             )
-
-
-def _strategies(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        if name not in STRATEGIES:
-            raise argparse.ArgumentTypeError(
-                f"unknown strategy {name!r}; choose from {', '.join(STRATEGIES)}"
-            )
-    if not names:
-        raise argparse.ArgumentTypeError(f"no strategy; choose from {', '.join(STRATEGIES)}")
-    return list(dict.fromkeys(names))
 
 
 def _budgets(text: str) -> int | list[int]:

@@ -14,8 +14,7 @@ import torch
 from megatron.offload.device.cuda import all_properties, has_cuda
 from megatron.offload.machine.kernel_text import kernel_text
 from megatron.offload.machine.mounts import mount_of, read_mountinfo
-
-GIB = 1 << 30
+from megatron.offload.sizes import GIB
 
 
 def machine_facts(offload_dir: Path) -> dict[str, Any]:
