@@ -273,20 +273,6 @@ def test_a_budget_that_cannot_be_met_ends_all_ranks_with_one_sentence(
 
 
 @pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ("--activation-offload auto --activation-memory-budget 0", "leaves no memory"),
-        ("--activation-offload host --activation-memory-budget 1GiB", "is for --activation-off"),
-        ("--activation-offload auto --activation-recompute-layers 1", "drop one of the two"),
-    ],
-)
-def test_flags_that_contradict_each_other_are_refused(flags: str, sentence: str) -> None:
-    outcome = run_trainer(TINY, flags, "--validate-only")
-    assert outcome.exit_codes == [2] and sentence in outcome.errors
-    assert len(outcome.errors.strip().splitlines()) == 1
-
-
-@pytest.mark.parametrize(
     ("plan", "sentence"),
     [
         (Plan(mixed(0, range(1, 7)).parts), "the plan has layer decoder.5 in chunk 0"),

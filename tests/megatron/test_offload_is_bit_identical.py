@@ -16,7 +16,6 @@ from tests.support.launch import (
     TINY,
     Run,
     assert_same_bits,
-    run_trainer,
     train,
     train_once,
 )
@@ -190,38 +189,3 @@ def test_kill_9_in_mid_training_leaves_the_directory_empty(tmp_path: Path) -> No
         run.processes[0].send_signal(signal.SIGKILL)
         assert run.processes[0].wait(timeout=SOON_S) == -signal.SIGKILL
     assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ("--activation-offload ssd", "needs a place on an SSD"),
-        ("--activation-offload ssd --activation-offload-dir {tmp}/missing", "does not exist"),
-        ("--activation-offload ssd --activation-offload-dir {tmp}/file", "is not a directory"),
-        (
-            "--activation-offload ssd --activation-offload-dir {tmp}"
-            " --activation-offload-ssd-budget 900TiB",
-            "cannot hold the activations",
-        ),
-        (
-            "--activation-offload host --activation-offload-host-budget 900TiB",
-            "more host memory than there is",
-        ),
-        (
-            "--activation-offload ssd --activation-offload-dir {tmp} --activation-offload-io gds",
-            "needs a CUDA device",
-        ),
-        ("--activation-offload-host-budget 1.5", "neither a fraction nor a size"),
-        ("--activation-offload-min-bytes 1apple", "is not a size"),
-        ("--activation-offload-io tape", "invalid choice"),
-    ],
-)
-def test_bad_offload_flags_are_one_sentence_and_exit_code_2(
-    flags: str, sentence: str, tmp_path: Path
-) -> None:
-    (tmp_path / "file").touch()
-    outcome = run_trainer(TINY, flags.format(tmp=tmp_path), "--validate-only")
-    assert outcome.exit_codes == [2]
-    assert sentence in outcome.errors
-    assert len(outcome.errors.strip().splitlines()) == 1
-    assert outcome.metrics == []
