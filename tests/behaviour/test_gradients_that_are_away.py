@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +29,7 @@ from megatron.offload.tiers.file import UnlinkedFile
 from tests.behaviour.test_gradient_offload import batches_of, weights_leave_alone
 from tests.behaviour.test_layer_major_steps import HIDDEN, LAYERS, Language
 from tests.support.layer_major import failing_at
+from tests.support.mounts import flip_a_bit
 from tests.support.waiting import SOON_S, wait_until
 
 __all__ = ["weights_leave_alone"]  # a fixture for all tests
@@ -307,11 +307,7 @@ def test_a_flipped_bit_ends_the_training_and_no_step_goes_on(tmp_path: Path) -> 
     session.buckets()
     bucket = bucket_of(session.param)
     assert bucket is not None and bucket.where is Where.ON_TIER
-    extent = bucket.block.extents[0]
-    file = os.open(f"/proc/self/fd/{extent.drive.file.fd}", os.O_WRONLY)  # buffered
-    os.pwrite(file, b"\xff" * 64, extent.offset)
-    os.fsync(file)
-    os.close(file)
+    flip_a_bit(bucket.block.extents[0], 5)
     sentence = r"^gradients: those of unit 3 of 6 .* checksum mismatch.* no other copy"
     with pytest.raises(LostStateError, match=sentence):
         session.optimizer.step()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from tests.behaviour.test_layer_major_steps import (
 )
 from tests.support.beneath import beneath
 from tests.support.layer_major import one_by_one
+from tests.support.mounts import flip_a_bit
 from tests.support.training import moving
 
 
@@ -332,10 +332,7 @@ def test_a_flipped_bit_ends_the_training(
     model, handle = offloaded
     unit = away(handle)
     (extent,) = unit.block.extents
-    file = os.open(f"/proc/self/fd/{extent.drive.file.fd}", os.O_WRONLY)  # buffered
-    os.pwrite(file, b"\xff" * 64, extent.offset)
-    os.fsync(file)
-    os.close(file)
+    flip_a_bit(extent, 5)
     sentence = r"^parameters: those of unit \d of 6 .* checksum mismatch.* no other copy"
     with caplog.at_level(logging.WARNING), pytest.raises(LostStateError, match=sentence):
         model(micro_batches(0)[0])

@@ -4,17 +4,27 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import preprocess_data
 import pytest
 
+from megatron.offload.integration.megatron import cpu_runtime
 from tests.support.launch import TINY_LAYERS, Outcome, train
 
 _TOKENIZERS = {
     "bert": "--tokenizer-type BertWordPieceLowerCase --vocab-size 200",
     "t5": "--vocab-extra-ids 16 --vocab-size 300",
 }
+
+
+@pytest.fixture
+def with_cpu_runtime() -> Iterator[None]:
+    """Megatron's checkpoint asks for the states of CUDA's generators."""
+    cpu_runtime.activate()
+    yield
+    cpu_runtime.deactivate()
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ time; what their layers share, and what runs after them, stays.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,20 +15,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.offload import OffloadEngine, Scope
 from megatron.offload.activations.saved.record import SavedStorage, State
-from megatron.offload.integration.megatron import cpu_runtime
 from megatron.offload.integration.megatron.checkpointed_layers import CheckpointedLayers
 from tests.support.models import settle
 
 NUMBER, SIZE = 6, 1000  # of checkpoints; elements of what each starts from
 NUM_BYTES = 4 * SIZE
 
-
-@pytest.fixture(autouse=True)
-def runtime() -> Iterator[None]:
-    """Megatron's checkpoint asks for the states of CUDA's generators."""
-    cpu_runtime.activate()
-    yield
-    cpu_runtime.deactivate()
+pytestmark = pytest.mark.usefixtures("with_cpu_runtime")
 
 
 class Stack:

@@ -49,11 +49,6 @@ def test_states_go_where_activations_go_if_nothing_else_is_said() -> None:
     assert not config_of("--activation-offload-dir", "a").enabled
 
 
-def test_states_on_an_ssd_need_a_place() -> None:
-    with pytest.raises(ConfigurationError, match="needs a place on an SSD"):
-        config_of("--optimizer-state-offload", "ssd")
-
-
 # ------------------------------------------------------------------ when reads begin
 
 

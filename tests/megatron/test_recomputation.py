@@ -3,28 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.offload import OffloadEngine, Scope
-from megatron.offload.integration.megatron import cpu_runtime
 from megatron.offload.integration.megatron.layer_hooks import LayerHooks
 from megatron.offload.integration.megatron.recomputation import has_parts, recomputed, recomputing
 from tests.support.models import settle
 
 HIDDEN = 8
 
-
-@pytest.fixture(autouse=True)
-def runtime() -> Iterator[None]:
-    """Megatron's checkpoint asks for the states of CUDA's generators."""
-    cpu_runtime.activate()
-    yield
-    cpu_runtime.deactivate()
+pytestmark = pytest.mark.usefixtures("with_cpu_runtime")
 
 
 class Layer(torch.nn.Module):
