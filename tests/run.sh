@@ -17,11 +17,11 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 source "$ROOT/tools/bootstrap.sh"
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the same modules: each is compiled once
 bootstrap
-bootstrap_frameworks || echo "tests: tests of transformers, DeepSpeed and Lightning are skipped"
 cd "$ROOT"
 
 # A device whose streams lag behind (tests/support/lag), instead of the CPU.
 if [[ "${1:-}" == --lag ]]; then
+    bootstrap_frameworks || true # the tests that need them say so
     exec "$PYTHON" -m pytest -p tests.support.lag.plugin tests/behaviour tests/autograd "${@:2}"
 fi
 
@@ -30,6 +30,12 @@ if [[ "${1:-}" == --next ]]; then
     has_next=true
     shift
 fi
+
+# pip has use for one core: beside what checks the sources alone, and beside itself. Whether it could install
+# the newer PyTorch is asked again where that is wanted.
+bootstrap_frameworks &
+installing=$!
+if [[ "$has_next" == true ]]; then bootstrap_next &>/dev/null & fi
 
 failed=()
 failures=() # the tests, again at the end, where they are seen
@@ -165,6 +171,7 @@ else
     echo "tests: no hadolint beside $PYTHON; the Dockerfile is not checked"
 fi
 wait "$compiling" "$building" || true # the tests would say what is wrong
+wait "$installing" || echo "tests: tests of transformers, DeepSpeed and Lightning are skipped"
 begin_others "$@"
 if "$PYTHON" -c 'import torch, sys; sys.exit("torch==" + torch.__version__.split("+")[0] not in open(sys.argv[1]).read().split())' \
     tools/constraints.txt; then

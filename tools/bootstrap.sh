@@ -117,7 +117,7 @@ print("Python", platform.python_version(), *(f"{n} {m.version(n)}" for n in name
 _install_once() {
     local wanted locker
     wanted="$(_wanted_stamp)"
-    exec 9>"$OFFLOAD_ROOT/.bootstrap.lock"
+    exec 9>"$OFFLOAD_ROOT/.bootstrap${_venv#.venv}.lock"
     locker="$(_find_python)" || exit 2
     # The lock belongs to file descriptor 9, not to the process that asked for it.
     if ! "$locker" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)' 2>/dev/null; then
