@@ -138,7 +138,7 @@ next_tests() {
     "$NEXT_PYTHON" -m pytest --durations=5 tests/autograd/test_checkpoints_and_functions.py \
         tests/behaviour/test_{casts_of_weights,hooks_of_others,in_place_changes_raise,layer_major_*}.py \
         tests/behaviour/test_{optimizer_steps,parameter_offload,parameters_that_others_write}.py \
-        tests/behaviour/test_{results_are_bit_identical,storage_moves_once,what_*}.py \
+        tests/behaviour/test_{every_tier_gives_the_same_bits,storage_moves_once,what_*}.py \
         tests/unit/test_{autograd_graph,layer_major,parameter_unit,record,set_aside,what_can_move}.py \
         tests/compiled/test_compiled_graphs.py::test_{a_graph_has_the_same_bits,two_lengths_in_turn} \
         "$@" || status=$?
