@@ -58,6 +58,9 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "rows of rows": lambda x: F.silu(F.silu(x)[ROWS.to(x.device)])[ROWS.to(x.device)],
     "behind nothing": lambda x: torch.cat((x.new_empty(0), F.silu(x))),
     "before nothing": lambda x: torch.cat((F.silu(x), x.new_empty(8, 0)), -1),
+    "behind nothing of one dimension": lambda x: torch.cat(
+        (x.new_empty(8, 0), F.silu(x)[:0, 0], F.silu(x)), 1
+    ),
     "repeats": lambda x: x[:, :16].unsqueeze(1).expand(8, 4, 16).reshape(8, 64),
     "repeats in new dimensions": lambda x: x[0].expand(2, 4, 64).contiguous().view(8, 64),
     "repeats of repeats": lambda x: x[:4, :16, None].expand(2, 4, 16, 4).reshape(8, 64),
@@ -162,6 +165,24 @@ def test_what_differs_in_a_tensor_without_gradient_is_not_the_same(make_engine, 
 
         def layer(x: Tensor) -> Tensor:
             return torch.sub(x, torch.ones(64)).pow(2) * torch.sub(x, shift())
+
+        return train(engine, way, between(layer), weights, num_steps=5)
+
+    assert all(map(torch.equal, gradients(make_engine()), gradients(None)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("which", ["scalar", "factor"])
+def test_what_differs_in_a_scalar_that_no_node_shows_is_not_the_same(make_engine, which, way):
+    def gradients(engine: OffloadEngine | None) -> list[Tensor]:
+        scalar = changes_after(3, 1.0, 0.5)
+        other = {
+            "scalar": lambda x: scalar() - x,
+            "factor": lambda x: torch.rsub(x, 1.0, alpha=scalar()),
+        }
+
+        def layer(x: Tensor) -> Tensor:
+            return (1.0 - x) * other[which](x)
 
         return train(engine, way, between(layer), weights, num_steps=5)
 

@@ -170,6 +170,8 @@ class AvailableTensors:
             return None
         if any(one is None for one, _ in edges):  # such as a scalar
             return None
+        if operation.missing and len(edges) == 1:  # the 1 of `1 - x`, which no node shows
+            return None
         for other, held in self.results.items():
             if (
                 type(other[0]) is type(node)

@@ -202,15 +202,16 @@ def edges_of(node: Any, operation: NodeOperation, number: int) -> tuple[Any, ...
     """The edges of a node that are inputs of its operation, which takes all that it is given.
 
     A cache that is empty concatenates nothing with the first keys and values. That has no edge; it
-    is seen by the others, which fill the result.
+    is seen by the others, which fill the result. One of these may be empty and have one dimension,
+    whatever the others have.
     """
     edges: tuple[Any, ...] = node.next_functions
     if operation.operation is not run.cat:
         return edges
-    dim = _constant_of(node, number, "dim")
+    dim, shape = _constant_of(node, number, "dim"), shape_of((node, number))
     filled = tuple(edge for edge in edges if edge[0] is not None)
-    sizes = (shape_of(edge)[dim] for edge in filled)
-    is_full = len(filled) < len(edges) and sum(sizes) == shape_of((node, number))[dim]
+    shapes = (one for edge in filled if len(one := shape_of(edge)) == len(shape))
+    is_full = len(filled) < len(edges) and sum(one[dim] for one in shapes) == shape[dim]
     return filled if is_full else edges
 
 
