@@ -17,6 +17,12 @@ move the copy. If the original storage is still alive when backward needs the vi
 tensor holds it, the view is made on the original again. A layer that saves several views of one
 storage usually needs all of it: the engine sees them together at the end of the layer and asks for
 the whole storage.
+
+Note [Spans begin where memory is aligned]
+Matrix products choose their kernels by the addresses of their operands: MKL another one where these
+are no multiples of 16 bytes, cuBLAS looks at up to 256. Another kernel gives other last bits. So a
+span begins at a multiple of that, up to 255 bytes before the view: memory begins at a multiple of
+at least 64 bytes everywhere, and the view's address in the copy is aligned as in the original.
 """
 
 from __future__ import annotations
@@ -270,6 +276,7 @@ class TensorCache:
 
 
 _OF_COMPILER = "_dynamo_"  # in the names of attributes that torch.compile sets on tensors
+_ALIGNED_BYTES = 256  # see Note [Spans begin where memory is aligned]
 _MOST_LONG_LIVED = (
     100  # a list for people, which must not grow if a trainer makes new masks each step
 )
@@ -285,12 +292,17 @@ def _bytes_of(tensor: torch.Tensor) -> int:
 
 
 def span_of(tensor: torch.Tensor) -> Span:
-    """From the tensor's first byte in its storage to its last."""
+    """From the tensor's first byte in its storage, or shortly before it, to its last.
+
+    See Note [Spans begin where memory is aligned].
+    """
     if tensor.numel() == 0:
         return Span(0, 0)
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     size = tensor.element_size()
-    return Span(int(tensor.storage_offset()) * size, (int(last) + 1) * size)
+    first_bytes = int(tensor.storage_offset()) * size
+    before_bytes = first_bytes % _ALIGNED_BYTES
+    return Span(first_bytes - before_bytes, before_bytes + (int(last) + 1) * size)
 
 
 def is_small_part(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
