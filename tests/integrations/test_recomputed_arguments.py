@@ -6,6 +6,7 @@ What the caller sees is what one run of the layer has left.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import logging
 import random
@@ -305,3 +306,44 @@ def test_what_others_change_in_place_before_a_layer_runs_again_is_refused(tmp_pa
         loss = model(torch.randn(2, WIDTH))
         with pytest.raises(ChangedInPlaceError, match="box, with which a recomputed layer"):
             loss.backward()
+
+
+class Named(torch.nn.Linear):
+    """Its forward takes keywords of any name, and computes with their number."""
+
+    def forward(self, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
+        return torch.relu(super().forward(x)) * (1 + len(keywords))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("debug", "early_stop", "determinism_check", "preserve_rng_state"),
+        *("use_reentrant", "context_fn", "function", "forward"),
+    ],
+)
+def test_keywords_may_have_the_names_that_a_checkpoint_has(name: str, tmp_path: Path) -> None:
+    class Stack(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(Named(WIDTH, WIDTH) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x, **{name: True})
+            return x
+
+    def results(*, recomputes: bool) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model, handle = Stack(), None
+        with contextlib.ExitStack() as stack:
+            if recomputes:
+                settings: dict[str, Any] = {"layers": ["Named"], "recompute_layers": "all"}
+                handle = offload_activations(model, tmp_path, min_bytes=1, **settings)
+                stack.enter_context(handle)
+            loss = model(torch.randn(4, WIDTH).requires_grad_()).sum()
+            loss.backward()
+        assert handle is None or handle.statistics["recomputed_layers"] == 2
+        return [loss.detach(), *(one.grad for one in model.parameters() if one.grad is not None)]
+
+    assert all(map(torch.equal, results(recomputes=True), results(recomputes=False)))

@@ -37,6 +37,8 @@ from megatron.offload.integration.torch.noted_tensor import (
 )
 from megatron.offload.integration.torch.structures import Path, Structure, text_of
 
+_OF_LAYER = "of the layer: "  # before the names of keywords; no function has such parameters
+
 
 class ArgumentSnapshot:
     """The arguments of a call, and the context variables that it finds, noted before it.
@@ -94,7 +96,11 @@ class ArgumentSnapshot:
         )
 
     def passed(self) -> tuple[list[Any], dict[str, Any]]:
-        """What a checkpoint is called with and holds until backward, in the arguments' place."""
+        """What a checkpoint is called with and holds until backward, in the arguments' place.
+
+        Keywords have other names: torch's checkpoint has some of its own, such as `debug`, which it
+        would take for itself.
+        """
         assert self._given is not None
         values = [
             value if kept is value else _Given(number)
@@ -103,9 +109,9 @@ class ArgumentSnapshot:
             )
         ]
         in_names = zip(self._keys, values[self._num_args :], strict=True)
-        return values[: self._num_args], dict(in_names)
+        return values[: self._num_args], {_OF_LAYER + key: value for key, value in in_names}
 
-    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Runs the layer, with what `passed` gave: for the first time, or again.
 
         Raises:
@@ -119,7 +125,7 @@ class ArgumentSnapshot:
             return arguments[value.number] if isinstance(value, _Given) else value
 
         args = tuple(argument(one) for one in args)
-        kwargs = {key: argument(one) for key, one in kwargs.items()}
+        kwargs = {key.removeprefix(_OF_LAYER): argument(one) for key, one in kwargs.items()}
         try:
             if runs_again:
                 return self._variables.copy().run(forward, *args, **kwargs)

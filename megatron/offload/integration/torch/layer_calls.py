@@ -296,7 +296,7 @@ class LayerCalls:
         self._contexts.enter_context(engine.within(scope))
         return scope
 
-    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """In place of a layer's forward: saves its inputs only and runs again in backward."""
         if self._layer is None or not self._recomputes:
             return forward(*args, **kwargs)

@@ -297,5 +297,5 @@ class _CallOfGraph(_Call):
         return result
 
 
-def _run(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     return call(*args, **kwargs)
