@@ -8,7 +8,9 @@ back; `LEFT_ALONE` stay in memory, because their bytes alone do not make them.
 
 from __future__ import annotations
 
+import gc
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -271,6 +273,40 @@ def test_nested_strided_tensors_are_unsupported(prompt_engine, way):
 
     step = run_both(scenario, prompt_engine, way, moves=False)
     assert step.offloaded_storages == 0 and step.unsupported >= 2
+
+
+def _jagged() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
+
+
+RESULTS: dict[str, Callable[[], torch.Tensor]] = {
+    "wrapper": lambda: (Wrapped(numbers(50)).requires_grad_() * 1).exp(),
+    "nested, jagged": lambda: (_jagged().requires_grad_() * 1).exp(),
+    "subclass, changed in place": lambda: (
+        numbers(50).as_subclass(Marked).requires_grad_() * 1
+    ).exp_(),
+}
+
+
+@pytest.mark.parametrize("kind", RESULTS)
+def test_a_saved_result_of_a_subclass_dies_without_a_backward_pass(prompt_engine, kind):
+    """Its node holds what stands for it, which must not lead to the node."""
+    with prompt_engine.step(), prompt_engine.saved_tensors_hooks():
+        result = RESULTS[kind]()
+    alive = weakref.ref(result)
+    del result
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("kind", RESULTS)
+def test_a_change_in_place_of_a_result_of_a_subclass_is_seen(prompt_engine, kind):
+    result = RESULTS[kind]()
+    held = prompt_engine.hooks.keep(result)
+    assert type(result) is not torch.Tensor and not held.is_changed
+    with torch.no_grad():
+        result.add_(1)
+    assert held.is_changed
 
 
 def test_capture_hands_back_the_very_parameter(prompt_engine):

@@ -9,14 +9,18 @@ from megatron.offload.activations.saved.scope import Scope
 from megatron.offload.errors import ChangedInPlaceError
 
 _alias = torch.Tensor._make_subclass
+_dispatch_keys = torch._C._dispatch_keys
+_DISPATCHES = torch._C.DispatchKey.Python
 
 
 class ResidentTensor:
     """What autograd holds in place of a saved tensor that stays in memory.
 
     Autograd does not check versions of saved tensors that have hooks, so this class does. It holds
-    the tensor without its graph: the node would hold the tensor in turn. A subclass of Tensor is
-    held as it is, because only the subclass knows how to detach itself.
+    the tensor without its graph: the node holds what stands for its result, and a result that led
+    to its node would never be freed if no backward pass came. A leaf is held as it is. Of
+    subclasses, those that dispatch operations detach themselves; others are plain tensors to
+    autograd, which hands them out as such.
 
     Attributes:
         copy: of a parameter that others take back before a recipe is found: Note [Parameters that
@@ -27,10 +31,13 @@ class ResidentTensor:
 
     def __init__(self, tensor: torch.Tensor, scope: Scope) -> None:
         self._scope = scope
-        is_plain = type(tensor) is torch.Tensor
-        # As `without_graph`.
-        self._tensor = _alias(torch.Tensor, tensor) if is_plain and not tensor.is_leaf else tensor
         self._version = tensor._version
+        if tensor.is_leaf:
+            self._tensor = tensor
+        elif type(tensor) is not torch.Tensor and _dispatch_keys(tensor).has(_DISPATCHES):
+            self._tensor = tensor.detach()
+        else:
+            self._tensor = _alias(torch.Tensor, tensor)  # as `without_graph`
         self.copy: torch.Tensor | None = None
 
     @property
