@@ -494,6 +494,33 @@ def test_of_buffers_that_stay_as_they_are_no_copies_are_kept() -> None:
     assert layer.calls is calls and float(layer.calls) == 1  # type: ignore[arg-type]
 
 
+BUFFERS: dict[str, Callable[[], torch.Tensor]] = {
+    "sparse": lambda: torch.eye(HIDDEN).to_sparse(),
+    "sparse rows": lambda: torch.eye(HIDDEN).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "jagged": lambda: torch.nested.nested_tensor(
+        [torch.ones(2), torch.ones(3)], layout=torch.jagged
+    ),
+    "oneDNN": lambda: torch.ones(HIDDEN).to_mkldnn(),
+    "without memory": lambda: torch.ones(HIDDEN, device="meta"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # some are prototypes, torch says
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_buffers_may_be_of_any_kind(kind: str) -> None:
+    layer = torch.nn.Linear(HIDDEN, HIDDEN)
+    layer.register_buffer("odd", BUFFERS[kind]())
+    own = layer.odd
+    buffers = BufferSnapshot(layer.modules())
+    layer(noise())
+    buffers.keep_changed()
+    with buffers.restored():
+        assert type(layer.odd) is type(own) and layer.odd.layout is own.layout
+        assert layer.odd is not own, "what cannot be compared is copied"
+    assert layer.odd is own
+
+
 def test_an_activation_that_is_changed_in_place_raises(tmp_path: Path) -> None:
     class Changes(torch.nn.Module):
         def __init__(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron.offload.activations.saved.tensor_kind import kind_of
 from megatron.offload.errors import ChangedInPlaceError
 from megatron.offload.integration.torch.noted_tensor import SMALL_BYTES, version_of
 
@@ -25,7 +26,8 @@ class BufferSnapshot:
     alone is the same one when it runs again, also if others have put another in its place since
     (`functional_call` does). If others have changed it in place, it gets a copy of what it has
     found, as long as the buffer is small. Of large ones no copies are kept, but a fingerprint: data
-    parallelism writes the same values into buffers again before each forward pass.
+    parallelism writes the same values into buffers again before each forward pass. Torch does not
+    compare all kinds of tensors (sparse and nested ones, for instance): of these there are copies.
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
@@ -44,7 +46,7 @@ class BufferSnapshot:
         """That forward has ended: lets go of copies that are not needed. Waits for the device."""
         before, self._before = self._before, []
         for owner, name, buffer, copy in before:
-            if not torch.equal(buffer, copy):
+            if not _is_plain(buffer) or not torch.equal(buffer, copy):
                 self._before.append((owner, name, buffer, copy))
             else:
                 kept = copy if _is_small(copy) else _fingerprint(copy)
@@ -89,9 +91,12 @@ def _found(name: str, buffer: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
 
 
 def _is_small(buffer: torch.Tensor) -> bool:
-    """Or is one whose bytes are not in rows."""
-    is_plain = type(buffer) is torch.Tensor and buffer.layout is torch.strided
-    return not is_plain or buffer.nbytes <= SMALL_BYTES
+    return buffer.nbytes <= SMALL_BYTES
+
+
+def _is_plain(buffer: torch.Tensor) -> bool:
+    """Whether its bytes are all that it is, so that they can be compared."""
+    return type(buffer) is torch.Tensor and kind_of(buffer).is_all_bytes
 
 
 def _fingerprint(buffer: torch.Tensor) -> torch.Tensor:
