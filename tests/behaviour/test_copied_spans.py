@@ -173,3 +173,13 @@ def test_a_part_is_as_aligned_as_it_was(engine, first):
         restored = engine.hooks.unpack(packed)
     assert (restored.data_ptr() - address) % 64 == 0, "torch aligns memory so"
     assert torch.equal(restored @ row, expected)
+
+
+@pytest.mark.parametrize("mode", ["ssd", "host", "tiered"])
+def test_a_part_without_elements_stays_whatever_may_move(make_engine, mode):
+    engine = make_engine(mode=mode, min_bytes=0)
+    with engine.step():
+        packed = engine.hooks.pack(torch.zeros(64, 64)[:, :0])
+        settle(engine)
+        assert engine.hooks.unpack(packed).shape == (64, 0)
+        assert engine.statistics.offloaded_storages == 0

@@ -256,6 +256,8 @@ class SavedTensorHooks:
         record = self._cache.find(storage, span, tensor)
         may_be_part = record is None and not whole and tensor.nbytes * 2 <= num_bytes
         if may_be_part and is_small_part(tensor, storage):
+            if not tensor.nbytes:  # a view of nothing stays, also with `min_bytes` of 0
+                return None
             span = span_of(tensor)
             record = self._cache.find(storage, span, tensor)
         if record is not None:  # a storage has one placement, also where it is saved again
