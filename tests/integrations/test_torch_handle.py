@@ -249,6 +249,16 @@ def test_parameters_buffers_and_inputs_never_move(tmp_path: Path) -> None:
             assert offload.statistics["offloaded_storages"] <= 1
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_script_may_save_what_a_model_returns(tmp_path: Path) -> None:
+    model = net()
+    with offload_activations(model, tmp_path, min_bytes=1) as handle:
+        handle.log_steps(tmp_path / "steps.jsonl")
+        result = model(noise())
+        torch.save(result, tmp_path / "result")
+        assert torch.equal(torch.load(tmp_path / "result"), result)
+
+
 def test_one_handle_a_model(tmp_path: Path) -> None:
     model = net()
     with offload_activations(model, tmp_path):

@@ -99,6 +99,7 @@ class _Ending:
 
 def hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:
     """Registers a hook that runs before others: a layer's own may compute with its weights."""
+    torch.utils.hooks.unserializable_hook(hook)  # else torch warns where a script saves the tensor
     handle = tensor.register_hook(hook)
     hooks: Any = tensor._backward_hooks
     others = [(key, other) for key, other in hooks.items() if key != handle.id]

@@ -82,6 +82,8 @@ class ForwardSteps:
         self._peak_bytes = None
         self._ended = self._log.now()
 
+    # Else torch warns where a script saves an output.
+    @torch.utils.hooks.unserializable_hook  # type: ignore[untyped-decorator]
     def _begin_backward(self, _: torch.Tensor) -> None:
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._end_backward)

@@ -105,6 +105,8 @@ class _ForwardPass:
 class _OutputHook:
     """A tensor hook on a pass's outputs: its backward begins. It leaves the gradient as it is."""
 
+    __torch_unserializable__ = True  # else torch warns where a script saves an output
+
     def __init__(self, passes: Passes, forward: _ForwardPass) -> None:
         self._passes = passes
         self._forward = forward
