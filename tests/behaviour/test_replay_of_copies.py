@@ -190,6 +190,24 @@ def test_what_differs_in_a_scalar_that_no_node_shows_is_not_the_same(make_engine
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("probability", [0.3, 1.0])
+def test_dropout_may_stop_training_unseen(make_engine, probability, way):
+    """torch's own layers do not call it then, but others may."""
+
+    def gradients(engine: OffloadEngine | None) -> list[Tensor]:
+        trains = changes_after(3, True, False)
+
+        def layer(x: Tensor) -> Tensor:
+            return torch.native_dropout(F.silu(x), probability, trains())[0]
+
+        return train(engine, way, between(layer), weights, num_steps=5)
+
+    plain = gradients(None)
+    if plain[0].device.type == "cpu":  # an accelerator's host would wait for each comparison
+        assert all(map(torch.equal, gradients(make_engine()), plain))
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_what_is_appended_later_is_not_taken_for_nothing(make_engine, way):
     def gradients(engine: OffloadEngine | None) -> list[Tensor]:
         num_rows = changes_after(3, 8, 4)

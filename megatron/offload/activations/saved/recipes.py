@@ -58,6 +58,7 @@ from megatron.offload.activations.saved.recipe import (
 )
 from megatron.offload.activations.saved.recipe_search import RecipeSearch
 from megatron.offload.activations.saved.record import SavedStorage
+from megatron.offload.activations.saved.replay_operations import dropped_out
 from megatron.offload.activations.saved.replayable_nodes import function_of, operation_of
 from megatron.offload.activations.saved.resident import ResidentTensor
 from megatron.offload.activations.saved.scope import Scope
@@ -197,7 +198,7 @@ class RecipeFinder:
         checked = self._programs.of(scope, steps, layout, target._version)
         if checked.is_refused:
             return None
-        if not checked.is_trusted:
+        if not checked.is_trusted or self._may_differ(steps):
             self.available.compares()
             fetched: list[SavedStorage] = []
             try:
@@ -213,6 +214,13 @@ class RecipeFinder:
             if not is_right:
                 return None
         return _recipe(checked.program, search, self._use(checked))
+
+    def _may_differ(self, steps: tuple[Step, ...]) -> bool:
+        """Whether nothing shows if dropout was training, so that each use is compared.
+
+        An accelerator's own layers call it in training only; a CPU's do not call it at all.
+        """
+        return self._device.type == "cpu" and any(one.operation is dropped_out for one in steps)
 
     def _use(self, checked: CheckedProgram) -> int | None:
         return checked.use()

@@ -245,7 +245,13 @@ def where(one: torch.Tensor, other: torch.Tensor, condition: torch.Tensor) -> to
 
 
 def dropped_out(one: torch.Tensor, mask: torch.Tensor, probability: float) -> torch.Tensor:
-    """Dropout with the mask of forward."""
+    """Dropout with the mask of forward, while training.
+
+    Raises:
+        OffloadError: it drops all, and forward does not divide by 0.
+    """
+    if probability == 1.0:
+        raise OffloadError("dropout of all values divides by nothing")
     return one.mul(mask).mul_(1.0 / (1.0 - probability))
 
 
