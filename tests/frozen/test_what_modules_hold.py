@@ -293,3 +293,61 @@ def test_a_part_that_fills_an_attribute_once_is_stored_from_then_on(tmp_path: Pa
             features.store.wait_for_writes()
             hits.append(features.statistics["hit_rows"])
     assert hits == [0, 0, ROWS]
+
+
+class WritesToItsArguments(torch.nn.Module):
+    """Leaves something in what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor, kept: Any) -> torch.Tensor:
+        result: torch.Tensor = self.inner(x)
+        if isinstance(kept, list):
+            kept.append(result)
+        elif isinstance(kept, dict):
+            kept["result"] = result
+        else:
+            kept.add_(1)
+        return result
+
+
+class UsesWhatIsWritten(torch.nn.Module):
+    """Some frozen modules, and a trained one that gets what these have left."""
+
+    def __init__(self, num_frozen: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.frozen = torch.nn.ModuleList(
+            WritesToItsArguments() for _ in range(num_frozen)
+        ).requires_grad_(False)
+        self.head = torch.nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, kept: Any) -> torch.Tensor:
+        for one in self.frozen:
+            x = one(x, kept)
+        values = kept.values() if isinstance(kept, dict) else kept
+        result: torch.Tensor = self.head(sum(values, x))
+        return result
+
+
+@pytest.mark.parametrize("make", [list, dict, lambda: torch.zeros(1, 4)])
+@pytest.mark.parametrize("num_frozen", [1, 3])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_a_part_that_writes_to_its_arguments_is_computed(
+    make: Callable[[], Any],
+    num_frozen: int,
+    num_rows: int,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = UsesWhatIsWritten(num_frozen)
+    x = torch.randn(num_rows, 4)
+    expected = model(x, make())
+    with cache_frozen(model, tmp_path) as features:
+        for _ in range(3):
+            assert torch.equal(model(x, make()), expected)
+            features.store.wait_for_writes()
+        assert features.statistics["hit_rows"] == 0
+    one_warning_about("its arguments change in place while it computes", caplog)

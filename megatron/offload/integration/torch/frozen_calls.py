@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +40,35 @@ class _Given(NamedTuple):
     leaves: list[tuple[torch.Tensor, int]]
     text: tuple[bytes, bytes]
     digests: list[bytes]
+
+
+class CalledWith:
+    """What a module of a part is called with, as it is before the call.
+
+    A module may change what the one before has returned: the model gets that of no module that is
+    skipped. What else it changes the model would find unchanged after a pass that is skipped.
+
+    Args:
+        args: of the call.
+        kwargs: of the call.
+        made: what modules before have returned.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], made: Made) -> None:
+        inside = list(_values_in((*args, *kwargs.values())))
+        self._tensors = [
+            (one, version_of(one))
+            for one in inside
+            if isinstance(one, torch.Tensor) and made.get(id(one), (None,))[0] is not one
+        ]
+        self._containers = [(x, _content_of(x)) for x in inside if isinstance(x, list | dict)]
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether none of it was changed in place, nor a list or a dict in it."""
+        if any(version != version_of(one) for one, version in self._tensors):
+            return False
+        return all(_are_same(_content_of(one), before) for one, before in self._containers)
 
 
 class LaterCalls:
@@ -99,7 +128,7 @@ class LaterCalls:
             return None
         others = (*args[1:], *kwargs, *kwargs.values())
         first, version, place = self._made.get(id(args[0]), (None, 0, []))
-        if len(others) != len(before.others) or not all(map(operator.is_, others, before.others)):
+        if not _are_same(others, before.others):
             return None
         if first is not args[0] or version != version_of(first) or place != [index - 1, 0]:
             return None
@@ -139,3 +168,21 @@ def as_it_is(value: Any) -> Any:
     if type(value) is dict:
         return {key: as_it_is(one) for key, one in value.items()}
     return copy.copy(value) if isinstance(value, dict) else value
+
+
+def _values_in(values: Iterable[Any]) -> Iterator[Any]:
+    """Values, and those in lists, tuples and dicts among them."""
+    for value in values:
+        yield value
+        if isinstance(value, list | tuple | dict):
+            yield from _values_in(_content_of(value))
+
+
+def _content_of(container: Any) -> list[Any]:
+    if isinstance(container, dict):
+        return [*container, *container.values()]
+    return list(container)
+
+
+def _are_same(now: Sequence[Any], before: Sequence[Any]) -> bool:
+    return len(now) == len(before) and all(map(operator.is_, now, before))

@@ -23,6 +23,7 @@ from megatron.offload.frozen.digests import digest_of, json_bytes, switches
 from megatron.offload.frozen.store import FeatureStore
 from megatron.offload.frozen.structure import UnknownValueError
 from megatron.offload.integration.hook import outside_of_graphs
+from megatron.offload.integration.torch.frozen_calls import CalledWith
 from megatron.offload.integration.torch.frozen_pass import FrozenPass
 from megatron.offload.integration.torch.frozen_state import FrozenState
 from megatron.offload.layer_major.other_numbers import OtherNumbers
@@ -87,6 +88,7 @@ class FrozenPart:
         self._num_trials = self._num_passes = 0
         self._said: set[str] = set()
         self._random: list[bytes] = []  # state of the generators as the pass began
+        self._keeps_arguments = True  # the modules of the pass so far
         self._others = OtherNumbers([one for _, one in modules])  # than torch's
         self._others_of: Any = None  # state of the modules that have them
         # In which a pass drew no random numbers: then they are looked at once for all modules.
@@ -236,7 +238,7 @@ class FrozenPart:
                 self._is_off = True
                 self._say("something else than its own weights is trained in it")
                 return result
-            if self._is_trial and not current.is_as_kept:
+            if not self._keeps_arguments or (self._is_trial and not current.is_as_kept):
                 self._say("its arguments change in place while it computes")
                 return result
             is_stored = not self._is_trial or self._are_apart(current, leaves)
@@ -294,8 +296,10 @@ class FrozenPart:
         is_quiet = self._quiet_state is self.state
         before = self._random_state() if not index or not is_quiet else []
         if not index:
-            self._random = before
+            self._random, self._keeps_arguments = before, True
+        called_with = CalledWith(args, kwargs, self._pass.made)
         result = self.calls[index].own(*args, **kwargs)
+        self._keeps_arguments = self._keeps_arguments and called_with.is_unchanged
         if not is_quiet and not self._has_random_state(before):
             self._refuse(
                 "draws random numbers (dropout?), so what it computes is never the same; set its "

@@ -98,6 +98,7 @@ class FrozenPass:
         base: digest of all but the values of tensors.
         num_places: the size of the first dimension; 1 where there is none.
         following: the number of the module that is to be called next.
+        made: what the modules returned, or the last of them.
         kept: arguments of the modules so far, if they may be computed again.
         result: of the last module that was computed after all.
         is_skipped: whether its rows were there.
@@ -114,8 +115,8 @@ class FrozenPass:
         self._thread = threading.get_ident()
         self._cache: Any = None  # of keys and values, that the modules fill
         self._unfilled: dict[int, UnfilledLayer] = {}
-        self._made: Made = {}  # what the modules returned
-        self._later = LaterCalls(self._made)
+        self.made: Made = {}
+        self._later = LaterCalls(self.made)
         self._digests: dict[tuple[int, bool, int], tuple[torch.Tensor, int, list[bytes]]] = {}
         self.following = 1
         self.kept: list[_Arguments] | None = None
@@ -180,15 +181,15 @@ class FrozenPass:
         leaves: list[torch.Tensor] = []
         spec = flatten(result, leaves)
         if self.kept is None:
-            self._made.clear()  # which would keep the results of all modules in memory
+            self.made.clear()  # which would keep the results of all modules in memory
         self._specs.append({"spec": spec, "tensors": [layout_of(one) for one in leaves]})
         for number, one in enumerate(leaves):
-            self._made[id(one)] = (one, version_of(one), [index, number])
+            self.made[id(one)] = (one, version_of(one), [index, number])
         return leaves
 
     def may_want(self, tensor: torch.Tensor) -> bool:
         """Whether an argument wants a gradient only because the first input does."""
-        return id(tensor) in self._made or tensor is self._first
+        return id(tensor) in self.made or tensor is self._first
 
     def given(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """A later module is called; False: not with what the one before returned.
@@ -272,7 +273,7 @@ class FrozenPass:
                 return None
             if not isinstance(value, torch.Tensor):
                 return value
-            made = self._made.get(id(value))
+            made = self.made.get(id(value))
             if made is not None:
                 module, leaf = made[2]
                 return values[module][leaf]
@@ -315,7 +316,7 @@ class FrozenPass:
         leaves: list[torch.Tensor] = []
         for number, layout in enumerate(self._specs[index]["tensors"]):
             one = skipped(self, index, number, parsed(layout, self.device))
-            self._made[id(one)] = (one, 0, [index, number])
+            self.made[id(one)] = (one, 0, [index, number])
             leaves.append(one)
         return unflatten(self._specs[index]["spec"], leaves)
 
@@ -383,7 +384,7 @@ class FrozenPass:
 
     def _special(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            made = self._made.get(id(value))
+            made = self.made.get(id(value))
             if made is None or made[0] is not value or made[1] != version_of(value):
                 return None
             return {"made": made[2]} if made[2][0] == self.following - 1 else None
