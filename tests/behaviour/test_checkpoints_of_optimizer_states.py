@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from megatron.offload import offload_optimizer, offload_parameters
 from megatron.offload.errors import LostStateError, OffloadError
 from megatron.offload.moving.storage import Where
 from megatron.offload.states.optimizer_states import OptimizerStates
@@ -599,3 +600,65 @@ def test_there_is_no_second_copy_in_memory(way: str, tmp_path: Path) -> None:
     assert code == 0, errors
     saving, loading = map(int, output.split())
     assert saving < 40 and loading < 60
+
+
+class KeepsFloats(torch.optim.SGD):
+    """Has momenta in fp32 whatever its parameters are, also after a load, which casts them."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for own in self.state.values():
+            for key, value in own.items():
+                if torch.is_tensor(value):
+                    own[key] = value.float()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                momentum = state.setdefault("momentum", torch.zeros_like(param).float())
+                param.sub_(momentum.mul_(0.9).add_(param.grad), alpha=0.1)
+
+
+def test_a_class_that_changes_what_was_loaded_finds_tensors(offload: dict[str, Any]) -> None:
+    found = []
+    for settings in ({}, offload):
+        one = Trained(lambda params: KeepsFloats(params), **settings)
+        one.model.bfloat16()
+        for number in range(4):
+            if number == 2:
+                one.optimizer.load_state_dict(copy.deepcopy(one.optimizer.state_dict()))
+            for param in one.model.parameters():
+                param.grad = torch.full_like(param, 0.3 + number)
+            one.optimizer.step()
+        found.append(one.result)
+    assert same(*found)
+    assert all(one["momentum"].dtype == torch.float32 for one in found[1][2]["state"].values())
+
+
+def test_a_checkpoint_of_states_reads_no_parameters(tmp_path: Path) -> None:
+    """Where these wait on a tier too."""
+    trained = Trained(OPTIMIZERS["adamw"])
+    with (
+        offload_parameters(trained.model, tmp_path, layers=["Linear"]) as parameters,
+        offload_optimizer(
+            trained.optimizer, tmp_path, bucket_bytes=30000, window_bytes=0
+        ) as states,
+    ):
+        trained.train(2)
+        _wait(states, parameters)
+        before = parameters.statistics["read_bytes"]
+        trained.optimizer.state_dict()
+        assert parameters.statistics["read_bytes"] == before
+        written = states.statistics["written_bytes"]
+        trained.model(torch.ones(2, 48))
+        states.states.conceal()
+        _wait(states, parameters)
+        assert states.statistics["written_bytes"] == written
+
+
+def _wait(*handles: Any) -> None:
+    states, parameters = handles
+    states.states.wait_for_writes()
+    parameters.window.copies.wait_for_writes()

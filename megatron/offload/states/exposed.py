@@ -14,6 +14,7 @@ from megatron.offload.moving.layout import Name
 from megatron.offload.moving.storage import Where
 from megatron.offload.sizes import format_size
 from megatron.offload.states.lazy_state import LazyStateTensor
+from megatron.offload.states.optimizer_places import PARAM
 from megatron.offload.states.sharded import as_part_of, local_of
 from megatron.offload.states.state_placeholder import is_placeholder
 
@@ -57,7 +58,9 @@ class Exposed:
         attach(bucket, self._views)
         for param, state, index, key in away:
             state[key] = as_part_of(param, self._views[index, key])
-        self._data = {param: param.data_ptr() for param in bucket.params}
+        # Of others it would be asked in vain, and where they wait on a tier that reads them.
+        moving = [bucket.params[index] for index, key in self._views if key == PARAM]
+        self._data = {param: param.data_ptr() for param in moving}
 
     def keeps(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the bucket has all that was changed meanwhile, also on its tier.

@@ -38,7 +38,11 @@ def with_lazy_states(optimizer: torch.optim.Optimizer, state_dict: Any) -> Any:
         optimizer._optimizer_load_state_dict_pre_hooks,
         optimizer._optimizer_load_state_dict_post_hooks,
     )
-    if type(optimizer).load_state_dict is not plain.load_state_dict or any(hooks):
+    kind = type(optimizer)
+    has_own = kind.load_state_dict is not plain.load_state_dict or not _is_of_torch(
+        kind.__setstate__
+    )
+    if has_own or any(hooks):
         return state_dict
     return {
         **state_dict,
@@ -49,6 +53,11 @@ def with_lazy_states(optimizer: torch.optim.Optimizer, state_dict: Any) -> Any:
             for name, state in state_dict["state"].items()
         },
     }
+
+
+def _is_of_torch(function: Any) -> bool:
+    """Whether a method is that of an optimizer of torch, which reads none but scalars."""
+    return str(function.__module__).partition(".")[0] == "torch"
 
 
 def _as_lazy(key: str, value: Any) -> Any:
