@@ -333,3 +333,26 @@ def test_parameters_that_come_later_are_tried_too() -> None:
         gradients_of(second, 0)
         with pytest.raises(ConfigurationError, match=_OTHERS):
             optimizer.step()
+
+
+def test_a_trial_copies_no_trainer_whose_methods_are_hooks() -> None:
+    class Trainer:
+        num_copies = 0
+
+        def __init__(self) -> None:
+            self.layers = linear_layers()
+            self.optimizer = torch.optim.Adam(self.layers.parameters())
+            self.optimizer.register_step_post_hook(self.after_step)
+
+        def after_step(self, *_: Any) -> None:
+            pass
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            Trainer.num_copies += 1
+            return self
+
+    trainer = Trainer()
+    with offload_optimizer(trainer.optimizer, bucket_bytes=1, window_bytes=0):
+        gradients_of(trainer.layers, 0)
+        trainer.optimizer.step()
+    assert Trainer.num_copies == 0

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import types
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -417,3 +420,112 @@ def test_a_sparse_state_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert all(map(torch.equal, run(is_offloaded=True), run(is_offloaded=False)))
     said = [one.getMessage() for one in caplog.records if "sparse_coo" in one.getMessage()]
     assert len(said) == 2 and "stay in memory" in said[0]  # once a handle
+
+
+class DecaysAll(Plain):
+    """Decays parameters before it looks whether they have a gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.mul_(0.9)
+        super().step()
+
+
+class TakesZeros(Plain):
+    """Takes a gradient of zeros where there is none, and has a momentum, as Muon does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param)
+                self.update(param, group)
+
+    def update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        momentum = self.state[param].setdefault("momentum", torch.zeros_like(param))
+        param.sub_(momentum.mul_(0.9).add_(param.grad), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("kind", [DecaysAll, TakesZeros])
+@pytest.mark.parametrize("has_groups", [False, True])
+@pytest.mark.parametrize("without", [(), (0, 1), (2, 3)])
+def test_parameters_without_a_gradient_are_updated_by_what_updates_all(
+    kind: Callable[[Any], torch.optim.Optimizer], has_groups: bool, without: tuple[int, ...]
+) -> None:
+    found = []
+    for is_offloaded in (True, False):
+        layers = linear_layers()
+        params = two_groups(layers) if has_groups else layers.parameters()
+        optimizer = kind(params)
+        if is_offloaded:
+            offloaded(optimizer)
+        for number in range(5):
+            gradients_of(layers, number)
+            if number in without:
+                layers[: _NUM_LAYERS // 2].zero_grad()
+            optimizer.step()
+        states = copy.deepcopy(optimizer.state_dict()["state"])
+        found.append(([*layers.parameters()], [one for s in states.values() for one in s.values()]))
+    for ours, expected in zip(*found, strict=True):
+        assert len(ours) == len(expected) and all(map(torch.equal, ours, expected))
+
+
+def test_a_step_that_other_code_has_put_on_an_optimizer_is_refused() -> None:
+    """It would be left out, with whatever it does to gradients."""
+    layers = linear_layers()
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+    own_step = optimizer.step
+    calls = []
+
+    def step(closure: Any = None) -> Any:
+        calls.append(closure)
+        return own_step(closure)
+
+    for put_on in (step, types.MethodType(lambda _, closure=None: step(closure), optimizer)):
+        optimizer.step = put_on  # type: ignore[method-assign]
+        with pytest.raises(ConfigurationError, match="a step of its own in the place of"):
+            offloaded(optimizer)
+    torch.optim.lr_scheduler.ConstantLR(optimizer)  # around it
+    with pytest.raises(ConfigurationError, match="call offload_optimizer before that code"):
+        offloaded(optimizer)
+    gradients_of(layers, 0)
+    optimizer.step()
+    assert len(calls) == 1
+
+
+def test_a_step_that_was_put_back_is_the_optimizers_own() -> None:
+    """Accelerate puts another one there for a while, and then what it found."""
+    optimizer = torch.optim.SGD(linear_layers().parameters(), lr=0.1)
+    optimizer.step = optimizer.step  # type: ignore[method-assign]
+    offloaded(optimizer).close()
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    offloaded(optimizer).close()
+
+
+def test_parameters_that_left_the_optimizer_are_let_go() -> None:
+    """Some replace them every hundred steps by others, more or fewer: Gaussian splatting does."""
+    optimizer = torch.optim.Adam(two_groups(linear_layers()))
+    first = optimizer.param_groups[0]["params"]
+    with offloaded(optimizer) as handle:
+        assert handle.states is not None
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.grad = torch.ones_like(param)
+        optimizer.step()
+        num_bytes, gone = handle.states.num_bytes, weakref.ref(first[0])
+        del param
+        for _ in range(3):
+            handle.states.expose()
+            for group in optimizer.param_groups:
+                for number, old in enumerate(group["params"]):
+                    group["params"][number] = new = torch.nn.Parameter(old.detach() * 2)
+                    optimizer.state[new] = optimizer.state.pop(old)
+                    new.grad = torch.ones_like(new)
+            del old, new
+            optimizer.step()
+        gc.collect()
+        assert gone() is None
+        assert handle.states.num_bytes == num_bytes

@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-from megatron.offload.states.trial import Trial
+from megatron.offload.moving.bucket import Bucket
+from megatron.offload.states.trial import Trial, has_gradient
 from megatron.offload.states.unsliced_state import UnslicedState, check_groups, check_state_keys
 
 State = dict[str, Any]  # of a parameter, by the optimizer's keys
@@ -42,6 +43,7 @@ class OptimizerSlice:
         self._groups_after: dict[int, dict[str, Any]] = {}  # by their number
         self._num_tried = 0  # groups whose parameters were part of a trial
         self._keeps_places = keeps_places  # Note [Places in a group]
+        self._updates_all: bool | None = None  # parameters without a gradient too; None: not tried
 
     def begin_step(self, slices: Iterable[Sequence[torch.Tensor]]) -> None:
         """A step begins; its slices have these parameters, in this order.
@@ -57,6 +59,16 @@ class OptimizerSlice:
             trial = Trial(self._optimizer, _step_in_slices)
             self._keeps_places = trial.keeps_places(p for own in slices for p in own)
             self._num_tried = num_groups
+
+    def to_visit(self, buckets: Sequence[Bucket]) -> list[Bucket]:
+        """Those of which a parameter has a gradient; all, if the step updates others as well."""
+        wanting = [one for one in buckets if any(map(has_gradient, one.params))]
+        # Whatever has gradients, for all ranks alike: a step may have them meet.
+        if len(buckets) > 1 and self._updates_all is None:
+            trial = Trial(self._optimizer, _step_in_slices)
+            params = (param for one in buckets for param in one.params)
+            self._updates_all = trial.updates_without_gradients(params)
+        return list(buckets) if self._updates_all else wanting
 
     def step(
         self, params: Sequence[torch.Tensor], states: Mapping[torch.Tensor, State]

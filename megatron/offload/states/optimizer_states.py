@@ -141,7 +141,7 @@ class OptimizerStates:
 
     def _step(self) -> None:
         window = self._window
-        buckets = [one for one in window.begin_step() if _wants_update(one)]
+        buckets = self._slice.to_visit(list(window.begin_step()))
         stays = window.first_to_stay(buckets)
         ahead = collections.deque(buckets)
         num_known = len(self._optimizer.state)
@@ -243,11 +243,16 @@ class OptimizerStates:
         self._copies.wait_for_writes()
 
     def _find_buckets(self) -> None:
-        """Puts new parameters into buckets of their own."""
-        known = {id(param) for bucket in self.buckets for param in bucket.params}
-        groups = self._optimizer.param_groups
-        params = [p for group in groups for p in group["params"] if id(p) not in known]
-        params.sort(key=self._order)
+        """Puts new parameters into buckets of their own, and drops buckets whose ones are gone."""
+        state, groups = self._optimizer.state, self._optimizer.param_groups
+        new = {id(param): param for group in groups for param in group["params"]}
+        for bucket in list(self.buckets):
+            if not any(id(param) in new or param in state for param in bucket.params):
+                bucket.forget()
+                self.buckets.remove(bucket)
+            for param in bucket.params:
+                new.pop(id(param), None)
+        params = sorted(new.values(), key=self._order)
         for own in divided(params, self._places.usual_bytes, self._bucket_bytes):
             self.buckets.append(Bucket(own, self._device, self._copies.ended))
 
@@ -436,10 +441,3 @@ class OptimizerStates:
         self._window.bring(bucket)
         self._places.attach(bucket, views := bucket.views)
         self._optimizer.state.update(self._places.states_with(bucket, views))
-
-
-def _wants_update(bucket: Bucket) -> bool:
-    return any(
-        param.grad is not None or getattr(param, "decoupled_grad", None) is not None
-        for param in bucket.params
-    )

@@ -29,6 +29,7 @@ import torch
 from megatron.offload.device.device import Device
 from megatron.offload.moving.layout import Layout, Name, dense_stride
 from megatron.offload.states.optimizer_slice import OptimizerSlice, State
+from megatron.offload.states.trial import has_gradient
 from megatron.offload.tiers.arena import HostArena
 from megatron.offload.tiers.mapped import storage_at
 from megatron.offload.tiers.purpose import STATES
@@ -108,7 +109,7 @@ class StepOnHost(OptimizerSlice):
                 gradient = getattr(param, key, None)
                 if gradient is not None and gradient.layout is torch.strided:
                     found[index, key] = gradient
-            if not self._moves_param(param) and _has_gradient(param):
+            if not self._moves_param(param) and (self._updates_all or has_gradient(param)):
                 found[index, _VALUE] = param.detach()
         return found
 
@@ -211,10 +212,6 @@ class _Twins:
         for index, param in enumerate(self.params):
             if (index, _VALUE) in self._views:
                 param.copy_(self._views[index, _VALUE], non_blocking=True)
-
-
-def _has_gradient(param: torch.Tensor) -> bool:
-    return any(getattr(param, key, None) is not None for key in _GRADIENTS)
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

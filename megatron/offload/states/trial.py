@@ -21,6 +21,7 @@ import contextlib
 import copy
 import logging
 import random
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -40,6 +41,7 @@ _MOST_TENSORS = 16
 _MOST_IN_VECTOR, _MOST_IN_DIMENSION, _MOST_NUMBERS = 4096, 64, 1 << 16
 _LEAST_LR = 1e-3  # a warm-up begins at 0, which would hide every difference
 _GRADIENTS = ("grad", "decoupled_grad")  # attributes of a parameter; the latter is Megatron's
+_HOOKS = re.compile(r"_optimizer_\w+_hooks$")  # attributes of an optimizer
 
 # Runs an optimizer's own step for slices of its parameters, which keep their places in groups or
 # do not; `OptimizerSlice` implements it.
@@ -70,7 +72,7 @@ class Trial:
                 the step needs what the tensors of a trial do not have.
             OffloadError: the step changes what no slice may change; see `unsliced_state.py`.
         """
-        chosen = list(self._chosen(params))
+        chosen = list(self._some_of_each(filter(has_gradient, params)))
         if len(chosen) < 2:
             return True
         try:
@@ -103,6 +105,28 @@ class Trial:
             )
             raise ConfigurationError(refusal(self._optimizer, what))
         return False
+
+    def updates_without_gradients(self, params: Iterable[torch.Tensor]) -> bool:
+        """Whether the step changes parameters that have no gradient, or their states.
+
+        Some decay all parameters, or go on with a momentum. Tries it with tensors like these.
+        """
+        numbers = torch.Generator().manual_seed(0)
+        twins = {param: _small(param, numbers) for param in self._some_of_each(params)}
+        own = list(twins.values())
+        optimizer = _copy_of(self._optimizer, twins)
+        try:
+            with _seeded({twin.device for twin in own}, 0):
+                for param, twin in twins.items():
+                    twin.grad = _random(param, numbers)
+                self._steps(optimizer, [own], False)
+                for twin in own:
+                    twin.grad = None
+                before = _results_of(own, optimizer)
+                self._steps(optimizer, [own], False)
+        except Exception:  # it cannot step so, or needs what these tensors do not have
+            return False
+        return not _are_same(before, _results_of(own, optimizer))
 
     def _is_same_in_places(self, params: Sequence[torch.Tensor]) -> bool:
         """Whether slices that keep their places in groups give the bits of the whole step."""
@@ -144,7 +168,7 @@ class Trial:
             for _ in range(_NUM_REPEATS)
         )
 
-    def _chosen(self, params: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    def _some_of_each(self, params: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         """A few parameters of each kind."""
         settings = {
             param: tuple(
@@ -198,7 +222,7 @@ class Trial:
                 for scale, (param, twin) in enumerate(twins.items(), start=1):
                     _give_gradient(twin, param, scale, numbers)
                 self._steps(optimizer, slices, keeps_places)
-        return [one for twin in twins.values() for one in _results(twin, optimizer.state[twin])]
+        return _results_of(twins.values(), optimizer)
 
     def _states_like(self, param: torch.Tensor) -> dict[str, Any]:
         """Small states like those of a parameter; none if one has another shape than it."""
@@ -214,11 +238,15 @@ class Trial:
         return found
 
 
+def has_gradient(param: torch.Tensor) -> bool:
+    """Whether it has one, under any of the names."""
+    return any(getattr(param, name, None) is not None for name in _GRADIENTS)
+
+
 def _can_be_tried(param: torch.Tensor) -> bool:
     own = local_of(param)
     return (
-        any(getattr(param, name, None) is not None for name in _GRADIENTS)
-        and type(own) in (torch.Tensor, torch.nn.Parameter)
+        type(own) in (torch.Tensor, torch.nn.Parameter)
         and (own.is_floating_point() or own.is_complex())
         and own.device.type != "meta"
         and own.numel() > 0
@@ -272,7 +300,9 @@ def _copy_of(
     memo: dict[int, Any] = {id(optimizer): made}
     memo |= {id(param): twins.get(param, param) for param in params}
     for name, value in vars(optimizer).items():
-        if name not in ("param_groups", "state", "step"):
+        if _HOOKS.match(name):  # may be methods of a trainer, with all that it has
+            vars(made)[name] = type(value)()
+        elif name not in ("param_groups", "state", "step"):
             vars(made)[name] = _copied(value, memo)
     made.param_groups = []
     for group in optimizer.param_groups:
@@ -294,6 +324,13 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(value, memo)
     except Exception:  # a lock, a process group
         return value
+
+
+def _results_of(
+    twins: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer
+) -> list[torch.Tensor]:
+    """The bits of tensors and of their states."""
+    return [one for twin in twins for one in _results(twin, optimizer.state.get(twin, {}))]
 
 
 def _results(twin: torch.Tensor, state: Mapping[str, Any]) -> Iterator[torch.Tensor]:

@@ -339,6 +339,7 @@ def offload_optimizer(
             f"{StatesConfig.prefix}those of this optimizer are offloaded already; call close() of "
             "the first handle before"
         )
+    _check_has_own_step(optimizer)
     with StatesConfig.speaking_of_settings():
         config = StatesConfig.of_door(directory, mode, settings).resolved()
         return OptimizerOffload(optimizer, config)
@@ -356,6 +357,19 @@ def _check_has_no_other(optimizer: torch.optim.Optimizer) -> None:
                     f"of another optimizer ({name}, {its}), which would be run once for each "
                     f"bucket; offload the states of {its} instead, if {kind} only calls its step"
                 )
+
+
+def _check_has_own_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ConfigurationError where other code has put a step in the place of the class's."""
+    own = vars(optimizer).get("step")
+    if getattr(own, "_wrapped_by_lr_sched", False):  # which calls what it has in it
+        own = getattr(own, "__wrapped__", None)
+    if own is not None and getattr(own, "__func__", own) is not type(optimizer).step:
+        raise ConfigurationError(
+            f"{StatesConfig.prefix}other code has put a step of its own in the place of that of "
+            f"{type(optimizer).__name__} (optimizer.step = ...), and it would not run, because "
+            "states are updated part by part; call offload_optimizer before that code"
+        )
 
 
 def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
