@@ -351,3 +351,92 @@ def test_a_part_that_writes_to_its_arguments_is_computed(
             features.store.wait_for_writes()
         assert features.statistics["hit_rows"] == 0
     one_warning_about("its arguments change in place while it computes", caplog)
+
+
+class Neighbours(torch.nn.Module):
+    """Adds up what neighbours have, by a sparse matrix."""
+
+    def __init__(self, matrix: torch.Tensor | None) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+        self.register_buffer("matrix", matrix)
+
+    def forward(self, x: torch.Tensor, matrix: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.sparse.mm(self.matrix if matrix is None else matrix, self.inner(x))
+
+
+class GivesSparse(torch.nn.Module):
+    """Returns a sparse tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).to_sparse()
+
+
+@pytest.mark.parametrize("is_of", ["an argument", "a buffer", "the result"])
+@pytest.mark.parametrize("to_sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_a_part_with_sparse_tensors_is_computed(
+    is_of: str, to_sparse: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path
+) -> None:
+    matrix, x = to_sparse(torch.eye(ROWS) + 1), torch.randn(ROWS, 4)
+    part = Neighbours(matrix if is_of == "a buffer" else None)
+    model = torch.nn.ModuleList([GivesSparse() if is_of == "the result" else part])
+    model.requires_grad_(False).append(torch.nn.Linear(4, 1))
+    given = [x, matrix] if is_of == "an argument" else [x]
+    expected = model[0](*given)
+    with cache_frozen(model, tmp_path) as features:
+        for _ in range(3):
+            assert torch.equal(model[0](*given).to_dense(), expected.to_dense())
+            features.store.wait_for_writes()
+        assert features.statistics["hit_rows"] == 0
+
+
+def test_a_part_within_a_transform_is_computed(tmp_path: Path) -> None:
+    """Gradients of each row by themselves, say."""
+    model = torch.nn.Sequential(
+        torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()).requires_grad_(False),
+        torch.nn.Linear(4, 1),
+    )
+    trained = {name: one.detach() for name, one in model[1].named_parameters(prefix="1")}
+    rows = torch.randn(ROWS, 4)
+
+    def gradients() -> dict[str, torch.Tensor]:
+        def loss(parameters: dict[str, torch.Tensor], row: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = torch.func.functional_call(model, parameters, (row[None],))
+            return result.sum()
+
+        found: dict[str, torch.Tensor] = torch.func.vmap(torch.func.grad(loss), (None, 0))(
+            trained, rows
+        )
+        return found
+
+    expected = gradients()
+    with cache_frozen(model, tmp_path) as features:
+        model(rows)
+        found = gradients()
+        features.store.wait_for_writes()
+    assert all(torch.equal(found[name], one) for name, one in expected.items())
+
+
+def test_what_fp32_is_computed_in_is_part_of_the_key(tmp_path: Path) -> None:
+    """Also where a script sets it in the new way, after which torch's old one raises."""
+    model = torch.nn.Sequential(
+        torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()).requires_grad_(False),
+        torch.nn.Linear(4, 1),
+    )
+    x, hits = torch.randn(ROWS, 4), []
+    matmul: Any = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        with cache_frozen(model, tmp_path) as features:
+            for precision in ("ieee", "ieee", "tf32", "tf32"):
+                matmul.fp32_precision = precision
+                model(x)
+                features.store.wait_for_writes()
+                hits.append(features.statistics["hit_rows"])
+    finally:
+        matmul.fp32_precision = before
+    assert hits == [0, ROWS, ROWS, 2 * ROWS]

@@ -19,10 +19,18 @@ from typing import Any
 
 import torch
 import xxhash
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from megatron.offload.frozen.structure import UnknownValueError
 
 DIGEST_BYTES = 20
 _THREADS = 4  # for the weights, once a run
 _CONSTANTS = (bool, int, float, str)
+# What fp32 is computed in: torch's public names for it raise where a script has used both kinds.
+_FP32 = [
+    ("generic", "all"),
+    *((backend, op) for backend in ("cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn")),
+]
 
 
 def digest_of(*parts: bytes) -> bytes:
@@ -71,8 +79,20 @@ def _digest(values: memoryview) -> bytes:
     return xxhash.xxh3_128_digest(values)
 
 
+def has_bytes(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one range of memory: not sparse, quantized, nor made of others."""
+    is_strided = tensor.layout is torch.strided and not tensor.is_quantized
+    return is_strided and not is_traceable_wrapper_subclass(tensor)
+
+
 def layout_of(tensor: torch.Tensor) -> list[Any]:
-    """What of a tensor, beside its values, may choose a kernel."""
+    """What of a tensor, beside its values, may choose a kernel.
+
+    Raises:
+        UnknownValueError: it has no bytes that could be told.
+    """
+    if not has_bytes(tensor):
+        raise UnknownValueError(f"tensor of the kind {type(tensor).__name__}, {tensor.layout}")
     dtype, device = str(tensor.dtype), tensor.device.type
     return [dtype, device, list(tensor.shape), list(tensor.stride())]
 
@@ -135,13 +155,13 @@ def switches(device: torch.device) -> list[Any]:
         torch.is_grad_enabled(),
         str(torch.get_default_dtype()),
         torch.get_num_threads(),
-        torch.get_float32_matmul_precision(),
+        *(torch._C._get_fp32_precision_getter(*one) for one in _FP32),
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.mkldnn.enabled,
-        torch.backends.cudnn.allow_tf32,
         matmul.allow_fp16_reduced_precision_reduction,
         matmul.allow_bf16_reduced_precision_reduction,
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.mem_efficient_sdp_enabled(),
         torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
     ]

@@ -27,6 +27,7 @@ from megatron.offload.integration.torch.frozen_calls import CalledWith
 from megatron.offload.integration.torch.frozen_pass import FrozenPass
 from megatron.offload.integration.torch.frozen_state import FrozenState
 from megatron.offload.layer_major.other_numbers import OtherNumbers
+from megatron.offload.machine.transform import in_transform
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +120,8 @@ class FrozenPart:
         """What the model gets of a module."""
         if not index:
             self._pass = None
+            if in_transform():  # whose tensors are not those of other passes
+                return self._compute(0, args, kwargs)
             wanting = _wanting(args, kwargs)
             if any(one.grad_fn is not None for one in wanting) or (wanting and not self._asks()):
                 # Its inputs are computed of trainable weights, and differ in evaluation too.

@@ -21,7 +21,13 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.offload.frozen.attributes import is_told_once, own_attributes, told_of
-from megatron.offload.frozen.digests import digest_of, environment, json_bytes, tensors_digest
+from megatron.offload.frozen.digests import (
+    digest_of,
+    environment,
+    has_bytes,
+    json_bytes,
+    tensors_digest,
+)
 from megatron.offload.integration.hook import Hook
 from megatron.offload.integration.open_parameters import unit_of
 from megatron.offload.integration.open_streams import OPEN
@@ -180,6 +186,8 @@ class FrozenState:
             plain += [type(module).__qualname__, [(name, one.text) for name, one in told.items()]]
             seen.append(_Seen(module, is_inner, _values(module), _inside(attributes), told))
         own = [one for module in self._modules() for one in _tensors_in(module)]
+        if not all(map(has_bytes, own)):
+            return "a weight or a buffer in it is sparse or quantized"
         self._changing = list(told_before.values())
         of_attributes = {id(told): told for one in seen for told in one.told.values()}
         self._num_own = len(own)
