@@ -208,3 +208,49 @@ def test_adapters_are_swapped_between_steps(rank: int, tmp_path: Path) -> None:
         return losses, weights(model)
 
     assert run(is_offloaded=True) == run(is_offloaded=False)
+
+
+@pytest.mark.parametrize("has_states", [False, True])
+@pytest.mark.parametrize("comes_first", [False, True])
+def test_accelerate_with_a_gradient_scaler_steps_with_offload(
+    comes_first: bool, has_states: bool, tmp_path: Path
+) -> None:
+    """Its wrapper puts the step on the optimizer that it has found when it was made."""
+    optimizers = pytest.importorskip("accelerate.optimizer", reason="accelerate is not installed")
+    accelerate = pytest.importorskip("accelerate")
+
+    def run(is_offloaded: bool) -> list[str]:
+        accelerate.Accelerator(cpu=True)
+        torch.manual_seed(6)
+        model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(6)])
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        if has_states:
+            model(torch.ones(2, 64)).sum().backward()
+            inner.step()
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        handles = []
+        if is_offloaded and comes_first:
+            handles.append(offload_optimizer(inner, tmp_path, **STATES))
+        outer = optimizers.AcceleratedOptimizer(inner, device_placement=False, scaler=scaler)
+        if is_offloaded and not comes_first:
+            handles.append(offload_optimizer(outer, tmp_path, **STATES))
+
+        def train() -> None:
+            for scale in (1.0, float("inf"), 3.0):
+                loss = model(torch.ones(2, 64)).square().mean() * scale
+                scaler.scale(loss).backward()
+                outer.step()
+                assert outer.step_was_skipped == (scale == float("inf"))
+                outer.zero_grad()
+
+        train()
+        for handle in handles:
+            assert handle.statistics["state_bytes"] > 0
+            assert handle.states is not None and handle.states.meter.num_steps == 2
+        if not comes_first:  # else the wrapper has found our step
+            for handle in handles:
+                handle.close()
+            train()
+        return weights(model)
+
+    assert run(is_offloaded=True) == run(is_offloaded=False)

@@ -237,6 +237,20 @@ class OptimizerOffload(Handle):
         showing = optimizer.register_state_dict_pre_hook(lambda _: states.expose())
         self._undo.append(showing.remove)
 
+    def tell(self, wrapper: torch.optim.Optimizer) -> None:
+        """Has a wrapper of Accelerate's call the step that the optimizer has now.
+
+        With a gradient scaler it puts the one that it has found, when it was made, on the optimizer
+        in each step.
+        """
+        if self.states is not None and hasattr(wrapper, "_optimizer_original_step_method"):
+            from accelerate.optimizer import patch_optimizer_step
+
+            step = self._optimizer.step
+            patched = patch_optimizer_step(wrapper, step)
+            self._undo.append(put(wrapper, "_optimizer_original_step_method", step))
+            self._undo.append(put(wrapper, "_optimizer_patched_step_method", patched))
+
     def _prefetch_half_way(self, optimizer: torch.optim.Optimizer, states: OptimizerStates) -> None:
         last = _half_way(group["params"] for group in optimizer.param_groups)
         if last is not None:
@@ -326,7 +340,7 @@ def offload_optimizer(
             f"{type(optimizer).__name__} is no torch.optim.Optimizer; give the optimizer whose "
             "`step` updates the parameters"
         )
-    optimizer = _innermost(optimizer)
+    given, optimizer = optimizer, _innermost(optimizer)
     for one in type(optimizer).__mro__:
         if one.__name__ in OPTIMIZERS:
             raise ConfigurationError(
@@ -342,7 +356,9 @@ def offload_optimizer(
     _check_has_own_step(optimizer)
     with StatesConfig.speaking_of_settings():
         config = StatesConfig.of_door(directory, mode, settings).resolved()
-        return OptimizerOffload(optimizer, config)
+        offload = OptimizerOffload(optimizer, config)
+    offload.tell(given)
+    return offload
 
 
 def _check_has_no_other(optimizer: torch.optim.Optimizer) -> None:
