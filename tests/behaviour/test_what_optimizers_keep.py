@@ -529,3 +529,26 @@ def test_parameters_that_left_the_optimizer_are_let_go() -> None:
         gc.collect()
         assert gone() is None
         assert handle.states.num_bytes == num_bytes
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Plain])
+def test_a_step_that_other_code_keeps_is_the_optimizers_own_after_close(
+    kind: Callable[[Any], torch.optim.Optimizer],
+) -> None:
+    found = []
+    for is_offloaded in (True, False):
+        layers = linear_layers()
+        optimizer = kind(layers.parameters())
+        calls: list[str] = []
+        optimizer.register_step_post_hook(lambda *_, calls=calls: calls.append("after"))
+        handle = offloaded(optimizer) if is_offloaded else None
+        step = optimizer.step
+        for number in range(4):
+            gradients_of(layers, number)
+            if number == 2 and handle is not None:
+                handle.close()
+            step()
+        found.append([*layers.parameters()])
+        assert len(calls) == 4
+        copy.deepcopy(optimizer.state_dict())
+    assert all(map(torch.equal, *found))

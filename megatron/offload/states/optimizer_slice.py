@@ -173,10 +173,14 @@ def _step_in_slices(
     step.end_step()
 
 
+def without_hooks(step: Any) -> Any:
+    """The step of a class as it is written, which torch has wrapped to call hooks."""
+    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+
+
 def _own_step(kind: type[torch.optim.Optimizer]) -> Any:
     """The step of a class without its hooks and its closure, which belong to a whole step."""
-    step = kind.step
-    step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+    step = without_hooks(kind.step)
     closure = inspect.signature(step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         return functools.partial(step, closure=None)

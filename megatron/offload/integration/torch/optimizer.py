@@ -42,7 +42,7 @@ from megatron.offload.states.auto_window import AutoWindow
 from megatron.offload.states.config import StatesConfig
 from megatron.offload.states.lazy_state import with_lazy_states
 from megatron.offload.states.open import open_state_tiers
-from megatron.offload.states.optimizer_slice import OptimizerSlice
+from megatron.offload.states.optimizer_slice import OptimizerSlice, without_hooks
 from megatron.offload.states.optimizer_states import OptimizerStates
 from megatron.offload.states.space import expected_bytes
 from megatron.offload.states.step_on_host import StepOnHost
@@ -187,11 +187,14 @@ class OptimizerOffload(Handle):
         return f"{table}\n{summary}" if summary else table
 
     def _hook(self, optimizer: torch.optim.Optimizer, states: OptimizerStates) -> None:
-        offload = self
+        offload, kind = self, type(optimizer)
 
         def step(
             self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, **others: Any
         ) -> Any:
+            if offload.states is None:  # other code has kept this step over `close`
+                given = () if closure is None else (closure,)
+                return without_hooks(kind.step)(self, *given, **others)
             if others:
                 raise ConfigurationError(
                     f"{StatesConfig.prefix}step() was called with {', '.join(others)}, and a step "
@@ -217,7 +220,6 @@ class OptimizerOffload(Handle):
         hooked = torch.optim.Optimizer.profile_hook_step(step)
         OPEN.steps[optimizer] = StepBy.PARTS_ON_HOST if self._runs_on_host else StepBy.PARTS
         self._undo.append(lambda: OPEN.steps.pop(optimizer, None))
-        kind = type(optimizer)
 
         def load_state_dict(self: torch.optim.Optimizer, state_dict: Any) -> None:
             with states.loading(at_once=True):
