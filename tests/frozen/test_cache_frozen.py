@@ -837,3 +837,33 @@ def test_weights_that_are_offloaded_are_not_in_keys(comes_first: bool, tmp_path:
                 assert torch.equal(model(**batch).loss, expected)
         assert "a weight in it is offloaded" in features.report()
         assert features.statistics["hit_rows"] == features.statistics["stored_bytes"] == 0
+
+
+class LooksAtMasks(torch.nn.Module):
+    """Takes another way, which rounds otherwise, where no row is padded, as encoders do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if mask.all():
+            return self.inner(x)
+        result: torch.Tensor = self.inner(x) * mask.unsqueeze(-1) * 3 / 7 / 3 * 7
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.long])
+def test_rows_without_padding_are_others_beside_padded_ones(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = torch.nn.ModuleList([LooksAtMasks().requires_grad_(False), torch.nn.Linear(8, 1)])
+    rows, mask = torch.randn(6, 5, 8), torch.ones(6, 5, dtype=dtype)
+    mask[3:, 4] = 0
+    batches = [[0, 3], [1, 2], [4, 5], [1, 4], [0, 1], [1, 0], [4, 1]]
+    expected = [model[0](rows[one], mask[one]) for one in batches]
+    with cache_frozen(model, tmp_path) as features:
+        for batch, result in zip(batches, expected, strict=True):
+            assert torch.equal(model[0](rows[batch], mask[batch]), result)
+            features.store.wait_for_writes()
+        assert features.statistics["hit_rows"] >= 4

@@ -97,6 +97,15 @@ def layout_of(tensor: torch.Tensor) -> list[Any]:
     return [dtype, device, list(tensor.shape), list(tensor.stride())]
 
 
+def masks_nothing(tensor: torch.Tensor) -> bool:
+    """Whether it may be a mask in which no row is padded. It waits for a device.
+
+    Models that find one take another kernel for all rows, and look for that inside of a part.
+    """
+    is_mask = tensor.dim() == 2 and not (tensor.is_floating_point() or tensor.is_complex())
+    return is_mask and bool((tensor == 1).all())
+
+
 def tensors_digest(tensors: Sequence[torch.Tensor]) -> bytes:
     """Of the values and layouts of weights and buffers."""
 

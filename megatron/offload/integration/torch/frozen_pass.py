@@ -37,6 +37,7 @@ from megatron.offload.frozen.digests import (
     framed,
     json_bytes,
     layout_of,
+    masks_nothing,
     row_digests,
 )
 from megatron.offload.frozen.entry import Entry
@@ -128,15 +129,15 @@ class FrozenPass:
         self._state = part.state
         spec, self._leaves = self._described(args, kwargs)
         self.num_places = next((len(one) for one in self._leaves if one.dim() > 1), 1)
-        first = next((one for one in self._leaves if one.dim() > 1), None)
+        self._first = first = next((one for one in self._leaves if one.dim() > 1), None)
         self.device = first.device if first is not None else torch.device("cpu")
         kind = self.device.type
         self._autocast = (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        self._first = first
         if first is not None and not self._has_rows(first):
             self.num_places = 1
         layouts = [
-            [*layout_of(one), one.requires_grad, self._has_rows(one)] for one in self._leaves
+            [*layout_of(one), one.requires_grad, self._has_rows(one), masks_nothing(one)]
+            for one in self._leaves
         ]
         self.base = digest_of(known, json_bytes([spec, layouts]))
         self._by_rows = False
