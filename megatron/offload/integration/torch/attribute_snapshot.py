@@ -14,12 +14,16 @@ for autograd too, where autograd has saved the parameter, as it saves weights bu
 
 from __future__ import annotations
 
+import array
+import collections
 import contextlib
+import copy
 import functools
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
+import numpy
 import torch
 
 from megatron.offload.errors import ChangedInPlaceError
@@ -37,12 +41,14 @@ _OF_EACH_MODULE = {*vars(torch.nn.Module()), "forward", "_compiled_call_impl"} -
 _HOOKS = tuple(name for name in vars(torch.nn.Module()) if name.startswith("_forward_"))
 _KEEPS_VIEWS = "FullyShardedDataParallel"  # FSDP1: attributes are views of what it gathers
 _ABSENT: Any = object()
-_CONTAINERS = (list, dict, set)
+_CONTAINERS = (list, dict, set, collections.deque)
+_ARRAYS = (numpy.ndarray, array.array, bytearray)
 _NO_OBJECTS = (torch.nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType)
 _FREQUENT = {type(None), bool, int, float, str, torch.dtype, torch.device}
 # Packages that gather parameters, or whose objects lead to all else in the process.
 _WITH_STATES_OF_THEIR_OWN = {"torch", "deepspeed", "logging", "threading", "concurrent", "asyncio"}
 _MOST_OBJECTS_DEEP = 3
+_MOST_IN_ARRAY = 1 << 16  # bytes: counters and statistics, not data sets
 _MOST_INSIDE = 1000  # of a container, that are looked at: not a vocabulary's words
 
 
@@ -51,10 +57,10 @@ class AttributeSnapshot:
 
     A layer counts its calls, keeps a state for the next call, appends to a list of its own. So a
     forward that runs again finds all of that as the first one did, and leaves it as the first one
-    did. It looks at plain attributes, at those of objects among them, at what lists, dicts and sets
-    among these hold, and at tensors there, which may be changed in place; at parameters, whether
-    they want a gradient, and at hooks of forward. `BufferSnapshot` has the buffers. See Note [What
-    changes before backward].
+    did. It looks at plain attributes, at those of objects among them, at what lists, deques, dicts,
+    sets and small arrays among these hold, and at tensors there, which may be changed in place; at
+    parameters, whether they want a gradient, and at hooks of forward. `BufferSnapshot` has the
+    buffers. See Note [What changes before backward].
 
     Args:
         layer: it.
@@ -81,7 +87,9 @@ class AttributeSnapshot:
         self._known = set(self.modules)
         self._begin: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         self._noted = NotedTensors()
-        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []  # and what they were
+        self._attributes: list[
+            tuple[MutableMapping[str, Any], dict[str, Any]]
+        ] = []  # and what they were
         self._containers: list[tuple[Any, Any]] = []  # and what was in them
         self._of_torch: list[tuple[Any, Any]] = []  # hooks and parameters, and what was in them
         # Parameters with their names, and whether they want a gradient.
@@ -118,7 +126,7 @@ class AttributeSnapshot:
             self.modules += [one for one in inside if one not in self._known]
             self._known.update(inside)
 
-    def _note(self, owner: dict[str, Any], depth: int) -> None:
+    def _note(self, owner: MutableMapping[str, Any], depth: int) -> None:
         """Notes attributes of a module, or of an object that a module has.
 
         Args:
@@ -155,6 +163,9 @@ class AttributeSnapshot:
                     self._containers.append((value, content))
             if len(value) <= _MOST_INSIDE:
                 inside = value.values() if isinstance(value, dict) else value
+        elif isinstance(value, _ARRAYS):
+            if _num_bytes(value) <= _MOST_IN_ARRAY:
+                self._containers.append((value, _copy_of(value)))
         elif isinstance(value, types.MethodType):
             inside = (value.__self__,)
         elif isinstance(value, functools.partial):
@@ -169,7 +180,7 @@ class AttributeSnapshot:
         """What is in a container; None: parameters are."""
         values = list(container.values() if isinstance(container, dict) else container)
         if not any(isinstance(one, torch.Tensor) for one in values):
-            return container.copy()
+            return _copy_of(container)
         if any(isinstance(one, torch.Tensor) and _is_of_parameter(one) for one in values):
             return None
         values = [
@@ -248,7 +259,7 @@ class AttributeSnapshot:
         differing = [(now, _differing(now, before)) for now, before in resolved]
         # As they are now, which the second run may change too where they are as before: what the
         # model has taken away or put back since.
-        containers = [*contents, *((one, one.copy()) for one, _ in changed)]
+        containers = [*contents, *((one, _copy_of(one)) for one, _ in changed)]
         attributes = resolved + [
             (now, {name: now.get(name, _ABSENT) for name in before}) for now, before in differing
         ]
@@ -286,32 +297,72 @@ def _modules(layer: torch.nn.Module) -> Iterator[torch.nn.Module]:
             found += module.children()
 
 
-def _attributes_of(value: Any) -> dict[str, Any] | None:
+class _Slots(MutableMapping[str, Any]):
+    """Attributes of an object whose class has slots, as a dict has those of others."""
+
+    def __init__(self, owner: Any, names: Iterable[str]) -> None:
+        self._owner, self._names = owner, list(names)
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self._owner, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        object.__setattr__(self._owner, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        object.__delattr__(self._owner, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._names if hasattr(self._owner, name))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _attributes_of(value: Any) -> MutableMapping[str, Any] | None:
     """Those of an object that holds what a layer is to do: a configuration, a processor."""
     if isinstance(value, _NO_OBJECTS):
         return None
     if type(value).__module__.partition(".")[0] in _WITH_STATES_OF_THEIR_OWN:
         return None
     own = getattr(value, "__dict__", None)
-    return own if type(own) is dict else None
+    if type(own) is dict:
+        return own
+    slots = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
+    names = [name for own in slots for name in ((own,) if isinstance(own, str) else own)]
+    return _Slots(value, [one for one in names if one[:2] != "__"]) if names else None
 
 
 def _is_of_parameter(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter)
 
 
+def _copy_of(container: Any) -> Any:
+    """What is in it now, whatever its class makes of copies."""
+    if isinstance(container, _ARRAYS):
+        return copy.copy(container)
+    if isinstance(container, dict):
+        return dict(container)
+    return set(container) if isinstance(container, set) else list(container)
+
+
 def _each(values: Any, function: Any) -> Any:
     """A container with what the function makes of each value of it."""
     if isinstance(values, dict):
         return {name: function(value) for name, value in values.items()}
+    if isinstance(values, _ARRAYS):
+        return values
     return type(values)(map(function, values))
 
 
-def _differing(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+def _differing(now: MutableMapping[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     return {name: one for name, one in before.items() if now.get(name, _ABSENT) is not one}
 
 
-def _set(attributes: dict[str, Any], values: dict[str, Any]) -> None:
+def _set(attributes: MutableMapping[str, Any], values: dict[str, Any]) -> None:
     for name, value in values.items():
         if value is _ABSENT:
             attributes.pop(name, None)
@@ -321,6 +372,8 @@ def _set(attributes: dict[str, Any], values: dict[str, Any]) -> None:
 
 def _holds_the_same(one: Any, other: Any) -> bool:
     """Whether two containers hold the same objects: equality is no matter of tensors."""
+    if isinstance(one, _ARRAYS):
+        return _bytes_of(one) == _bytes_of(other)
     if len(one) != len(other):
         return False
     if isinstance(one, dict):
@@ -331,8 +384,27 @@ def _holds_the_same(one: Any, other: Any) -> bool:
 
 
 def _fill(container: Any, content: Any) -> None:
+    if isinstance(container, numpy.ndarray):
+        container[...] = content
+        return
+    if isinstance(container, _ARRAYS):
+        container[:] = content
+        return
     container.clear()
-    if isinstance(container, list):
-        container.extend(content)
-    else:
+    if isinstance(container, dict):
+        for key, value in content.items():  # some, such as model outputs, refuse `update`
+            container[key] = value
+    elif isinstance(container, set):
         container.update(content)
+    else:
+        container.extend(content)
+
+
+def _num_bytes(values: Any) -> int:
+    if isinstance(values, numpy.ndarray):
+        return int(values.nbytes)
+    return len(values) * getattr(values, "itemsize", 1)
+
+
+def _bytes_of(values: Any) -> bytes:
+    return bytes(values) if isinstance(values, bytearray) else values.tobytes()
