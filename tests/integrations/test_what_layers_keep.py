@@ -92,15 +92,34 @@ class Keeping(torch.nn.Module):
         self.kept = make()
         self.project = torch.nn.Linear(8, 8)
 
+    def forward(self, x: torch.Tensor, given: Any = None) -> torch.Tensor:
+        kept = self.kept if given is None else given
+        return x + torch.tanh(self.project(x) * (1 + 0.1 * self.use(kept, x)))
+
+
+class Handing(torch.nn.Module):
+    """Hands something new from layer to layer in each pass, if it is to."""
+
+    def __init__(self, kind: str, *, hands_on: bool) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Keeping(kind) for _ in range(3))
+        self.make: Callable[[], Any] = KINDS[kind][0] if hands_on else lambda: None
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.project(x) * (1 + 0.1 * self.use(self.kept, x)))
+        given = self.make()
+        for layer in self.layers:
+            x = layer(x, given)
+        return x
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_layer_that_runs_again_finds_what_it_keeps_as_it_was(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("hands_on", [False, True], ids=["attribute", "argument"])
+def test_a_layer_that_runs_again_finds_what_it_keeps_as_it_was(
+    hands_on: bool, kind: str, tmp_path: Path
+) -> None:
     def trained(**settings: Any) -> tuple[list[float], list[str]]:
         torch.manual_seed(1)
-        layers = torch.nn.Sequential(*(Keeping(kind) for _ in range(3)))
+        layers = Handing(kind, hands_on=hands_on)
         losses = []
         with offload_activations(layers, tmp_path, layers=["Keeping"], **settings):
             for _ in range(4):

@@ -14,13 +14,12 @@ for autograd too, where autograd has saved the parameter, as it saves weights bu
 
 from __future__ import annotations
 
-import array
 import collections
 import contextlib
 import copy
 import functools
 import types
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import numpy
@@ -35,6 +34,7 @@ from megatron.offload.integration.torch.noted_tensor import (
     nodes_before,
     version_of,
 )
+from megatron.offload.integration.torch.structures import ARRAYS, is_small_array, slots_of
 
 # Torch's own, and what is in the place of the layer's forward while it runs.
 _OF_EACH_MODULE = {*vars(torch.nn.Module()), "forward", "_compiled_call_impl"} - {"training"}
@@ -42,13 +42,11 @@ _HOOKS = tuple(name for name in vars(torch.nn.Module()) if name.startswith("_for
 _KEEPS_VIEWS = "FullyShardedDataParallel"  # FSDP1: attributes are views of what it gathers
 _ABSENT: Any = object()
 _CONTAINERS = (list, dict, set, collections.deque)
-_ARRAYS = (numpy.ndarray, array.array, bytearray)
 _NO_OBJECTS = (torch.nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType)
 _FREQUENT = {type(None), bool, int, float, str, torch.dtype, torch.device}
 # Packages that gather parameters, or whose objects lead to all else in the process.
 _WITH_STATES_OF_THEIR_OWN = {"torch", "deepspeed", "logging", "threading", "concurrent", "asyncio"}
 _MOST_OBJECTS_DEEP = 3
-_MOST_IN_ARRAY = 1 << 16  # bytes: counters and statistics, not data sets
 _MOST_INSIDE = 1000  # of a container, that are looked at: not a vocabulary's words
 
 
@@ -163,8 +161,8 @@ class AttributeSnapshot:
                     self._containers.append((value, content))
             if len(value) <= _MOST_INSIDE:
                 inside = value.values() if isinstance(value, dict) else value
-        elif isinstance(value, _ARRAYS):
-            if _num_bytes(value) <= _MOST_IN_ARRAY:
+        elif isinstance(value, ARRAYS):
+            if is_small_array(value):
                 self._containers.append((value, _copy_of(value)))
         elif isinstance(value, types.MethodType):
             inside = (value.__self__,)
@@ -300,8 +298,8 @@ def _modules(layer: torch.nn.Module) -> Iterator[torch.nn.Module]:
 class _Slots(MutableMapping[str, Any]):
     """Attributes of an object whose class has slots, as a dict has those of others."""
 
-    def __init__(self, owner: Any, names: Iterable[str]) -> None:
-        self._owner, self._names = owner, list(names)
+    def __init__(self, owner: Any, names: Sequence[str]) -> None:
+        self._owner, self._names = owner, names
 
     def __getitem__(self, name: str) -> Any:
         try:
@@ -331,9 +329,8 @@ def _attributes_of(value: Any) -> MutableMapping[str, Any] | None:
     own = getattr(value, "__dict__", None)
     if type(own) is dict:
         return own
-    slots = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
-    names = [name for own in slots for name in ((own,) if isinstance(own, str) else own)]
-    return _Slots(value, [one for one in names if one[:2] != "__"]) if names else None
+    names = slots_of(type(value))
+    return _Slots(value, names) if names else None
 
 
 def _is_of_parameter(tensor: torch.Tensor) -> bool:
@@ -342,7 +339,7 @@ def _is_of_parameter(tensor: torch.Tensor) -> bool:
 
 def _copy_of(container: Any) -> Any:
     """What is in it now, whatever its class makes of copies."""
-    if isinstance(container, _ARRAYS):
+    if isinstance(container, ARRAYS):
         return copy.copy(container)
     if isinstance(container, dict):
         return dict(container)
@@ -353,7 +350,7 @@ def _each(values: Any, function: Any) -> Any:
     """A container with what the function makes of each value of it."""
     if isinstance(values, dict):
         return {name: function(value) for name, value in values.items()}
-    if isinstance(values, _ARRAYS):
+    if isinstance(values, ARRAYS):
         return values
     return type(values)(map(function, values))
 
@@ -372,7 +369,7 @@ def _set(attributes: MutableMapping[str, Any], values: dict[str, Any]) -> None:
 
 def _holds_the_same(one: Any, other: Any) -> bool:
     """Whether two containers hold the same objects: equality is no matter of tensors."""
-    if isinstance(one, _ARRAYS):
+    if isinstance(one, ARRAYS):
         return _bytes_of(one) == _bytes_of(other)
     if len(one) != len(other):
         return False
@@ -387,7 +384,7 @@ def _fill(container: Any, content: Any) -> None:
     if isinstance(container, numpy.ndarray):
         container[...] = content
         return
-    if isinstance(container, _ARRAYS):
+    if isinstance(container, ARRAYS):
         container[:] = content
         return
     container.clear()
@@ -398,12 +395,6 @@ def _fill(container: Any, content: Any) -> None:
         container.update(content)
     else:
         container.extend(content)
-
-
-def _num_bytes(values: Any) -> int:
-    if isinstance(values, numpy.ndarray):
-        return int(values.nbytes)
-    return len(values) * getattr(values, "itemsize", 1)
 
 
 def _bytes_of(values: Any) -> bytes:

@@ -3,12 +3,15 @@
 
 A layer may change what it is called with: append to a list, set an entry of a dict, put keys and
 values into a cache. `argument_snapshot.py` makes a `Structure` before, and decides what becomes of
-the tensors. Nothing is copied here but containers and objects themselves.
+the tensors. Nothing is copied here but containers, objects and small arrays themselves.
+`attribute_snapshot.py` asks here what is an array, and which slots an object has.
 """
 
 from __future__ import annotations
 
+import array
 import collections
+import copy
 import copyreg
 import enum
 import functools
@@ -16,6 +19,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy
 import torch
 
 # Objects within objects, beside the containers between them: a cache of an encoder and a decoder
@@ -26,6 +30,8 @@ _MOST_OBJECTS_DEEP = 3
 Path = tuple[Any, Any]
 
 _CONTAINERS = (list, dict, set, collections.deque)
+ARRAYS = (numpy.ndarray, array.array, bytearray)
+_MOST_IN_ARRAY = 1 << 16  # bytes: counters and statistics, not data sets
 _FREQUENT = {type(None), bool, int, float, str}
 _ATOMS = (  # they do not change, or what changes of them is seen elsewhere
     complex,
@@ -149,7 +155,7 @@ def _made(kept: Any, other: Callable[[Any], Any], made: dict[int, Any]) -> Any:
         parts = [_made(one, other, made) for one in kept.items]
         add = set.update if isinstance(thing, set) else type(thing).extend
         add(thing, parts)
-    slots = _slots(type(thing))
+    slots = slots_of(type(thing))
     for name, one in kept.attributes.items():
         value = _made(one, other, made)
         if name in slots:
@@ -174,7 +180,9 @@ def _blank(value: Any) -> Callable[[], Any] | None:
         return functools.partial(cls, value.default_factory)
     if cls in _CONTAINERS:
         return cls
-    if not hasattr(value, "__dict__") and not _slots(cls):
+    if isinstance(value, ARRAYS):
+        return functools.partial(copy.copy, copy.copy(value)) if is_small_array(value) else None
+    if not hasattr(value, "__dict__") and not slots_of(cls):
         return None
     try:
         cls.__new__(cls)
@@ -185,9 +193,17 @@ def _blank(value: Any) -> Callable[[], Any] | None:
 
 def _attributes(value: Any) -> list[tuple[str, Any]]:
     found = list(getattr(value, "__dict__", {}).items())
-    return found + [(n, getattr(value, n)) for n in _slots(type(value)) if hasattr(value, n)]
+    return found + [(n, getattr(value, n)) for n in slots_of(type(value)) if hasattr(value, n)]
 
 
-def _slots(cls: type) -> Sequence[str]:
+def is_small_array(values: Any) -> bool:
+    """Whether one of `ARRAYS` is to be copied, in case that a layer changes it."""
+    if isinstance(values, numpy.ndarray):
+        return values.nbytes <= _MOST_IN_ARRAY
+    return len(values) * getattr(values, "itemsize", 1) <= _MOST_IN_ARRAY
+
+
+def slots_of(cls: type) -> Sequence[str]:
+    """Names of attributes that are in slots."""
     names: Sequence[str] = copyreg._slotnames(cls)  # type: ignore[attr-defined]
     return names
