@@ -440,3 +440,68 @@ def test_what_fp32_is_computed_in_is_part_of_the_key(tmp_path: Path) -> None:
     finally:
         matmul.fp32_precision = before
     assert hits == [0, ROWS, ROWS, 2 * ROWS]
+
+
+class HandsOn(torch.nn.Module):
+    """Returns what it gets besides its own result, or makes that for those behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+
+    def forward(
+        self, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if bias is None:
+            bias = x.mean(0).expand(x.shape) + x
+        return self.inner(x) + bias, bias
+
+
+@pytest.mark.parametrize("num_frozen", [1, 3])
+@pytest.mark.parametrize("num_rows", [1, ROWS])
+def test_a_part_that_hands_its_input_on_is_computed(
+    num_frozen: int, num_rows: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The model may change it there, and finds the change where it has it from."""
+    model = torch.nn.ModuleList(HandsOn() for _ in range(num_frozen))
+    model.requires_grad_(False).append(torch.nn.Linear(4, 1))
+    rows = torch.randn(num_rows, 4)
+
+    def result() -> torch.Tensor:
+        x, given = rows, torch.zeros(num_rows, 4)
+        bias = given
+        for one in model[:num_frozen]:
+            x, bias = one(x, bias)
+        bias += x
+        return given
+
+    expected = result()
+    with cache_frozen(model, tmp_path) as features:
+        for _ in range(3):
+            assert torch.equal(result(), expected)
+            features.store.wait_for_writes()
+    one_warning_about("it returns a part of its input, which cannot be stored", caplog)
+
+
+@pytest.mark.parametrize("num_rows", [1, ROWS])
+def test_what_the_first_module_makes_for_the_others_may_be_of_all_rows(
+    num_rows: int, tmp_path: Path
+) -> None:
+    model = torch.nn.ModuleList(HandsOn() for _ in range(3))
+    model.requires_grad_(False).append(torch.nn.Linear(4, 1))
+
+    def result(rows: torch.Tensor) -> torch.Tensor:
+        x, bias = model[0](rows, None)
+        for one in model[1:3]:
+            x, bias = one(x, bias)
+        return x
+
+    batches = [torch.randn(num_rows, 4) for _ in range(2)]
+    batches += [one[torch.randperm(num_rows)] for one in batches]
+    batches.append(torch.cat(batches[:2])[::2][:num_rows].contiguous())
+    expected = [result(one) for one in batches]
+    with cache_frozen(model, tmp_path) as features:
+        for batch, one in zip(batches * 2, expected * 2, strict=True):
+            assert torch.equal(result(batch), one)
+            features.store.wait_for_writes()
+        assert features.statistics["hit_rows"] > 0

@@ -170,6 +170,24 @@ def as_it_is(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, dict) else value
 
 
+def repeated(tensor: torch.Tensor, row: int) -> torch.Tensor:
+    """One row in all places, laid out as the tensor is."""
+    places = torch.full((len(tensor),), row, device=tensor.device)
+    rows = tensor.detach().index_select(0, places)
+    if 0 in tensor.stride():
+        return rows[:1].expand(tensor.shape) if not tensor.stride(0) else rows
+    made = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    return made.copy_(rows)
+
+
+def share_memory(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> bool:
+    """Whether one of these lies in the memory of one of those."""
+    memory = {one.untyped_storage()._cdata for one in others}
+    return any(one.untyped_storage()._cdata in memory for one in tensors)
+
+
 def _values_in(values: Iterable[Any]) -> Iterator[Any]:
     """Values, and those in lists, tuples and dicts among them."""
     for value in values:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron.offload.activations.saved.quantization import Quantization
 from megatron.offload.errors import FEATURES_PREFIX, OffloadError
@@ -47,6 +47,8 @@ from megatron.offload.integration.torch.frozen_calls import (
     LaterCalls,
     Made,
     as_it_is,
+    repeated,
+    share_memory,
     version_of,
 )
 from megatron.offload.integration.torch.skipped import UnfilledLayer, computed_in, skipped
@@ -184,6 +186,8 @@ class FrozenPass:
         if self.kept is None:
             self.made.clear()  # which would keep the results of all modules in memory
         self._specs.append({"spec": spec, "tensors": [layout_of(one) for one in leaves]})
+        if index + 1 == self._part.num_modules and share_memory(leaves, self._leaves):
+            raise UnknownValueError("part of its input")  # which may be changed there
         for number, one in enumerate(leaves):
             self.made[id(one)] = (one, version_of(one), [index, number])
         return leaves
@@ -275,12 +279,19 @@ class FrozenPass:
             if not isinstance(value, torch.Tensor):
                 return value
             made = self.made.get(id(value))
-            if made is not None:
+            if made is not None and made[2][0] < index:
                 module, leaf = made[2]
                 return values[module][leaf]
-            return _repeated(value, row) if self._has_rows(value) else value
+            return repeated(value, row) if self._has_rows(value) else value
 
+        first = set(map(id, self._leaves))
         for index, (args, kwargs) in enumerate(self.kept):
+            # What a later module hands on, of an earlier one, would be that of other rows.
+            made = (
+                self.made[id(one)] for one in tree_leaves((args, kwargs)) if id(one) in self.made
+            )
+            if any(place[0] >= index and id(one) not in first for one, _, place in made):
+                return False
             args, kwargs = tree_map(chosen, (args, kwargs), is_leaf=lambda one: one is self._cache)
             found: list[torch.Tensor] = []
             flatten(self._part.own(index)(*args, **kwargs), found)
@@ -431,18 +442,6 @@ def _of_cache(cache: Any) -> Any:
         [type(one).__name__, {name: x for name, x in vars(one).items() if type(x) in plain}]
         for one in layers
     ]
-
-
-def _repeated(tensor: torch.Tensor, row: int) -> torch.Tensor:
-    """One row in all places, laid out as the tensor is."""
-    places = torch.full((len(tensor),), row, device=tensor.device)
-    rows = tensor.detach().index_select(0, places)
-    if 0 in tensor.stride():
-        return rows[:1].expand(tensor.shape) if not tensor.stride(0) else rows
-    made = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
-    return made.copy_(rows)
 
 
 def _is_repeated(size: int, step: int) -> bool:
