@@ -552,3 +552,15 @@ def test_a_step_that_other_code_keeps_is_the_optimizers_own_after_close(
         assert len(calls) == 4
         copy.deepcopy(optimizer.state_dict())
     assert all(map(torch.equal, *found))
+
+
+def test_an_optimizer_that_is_dropped_leaves_no_hook_on_parameters() -> None:
+    """A script may make a new one in each phase of a training."""
+    layers = linear_layers()
+    for _ in range(3):
+        optimizer = torch.optim.Adam(layers.parameters())
+        offloaded(optimizer)
+        del optimizer
+        gc.collect()
+    hooks = [getattr(one, "_post_accumulate_grad_hooks", None) for one in layers.parameters()]
+    assert not any(hooks)

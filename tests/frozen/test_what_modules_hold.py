@@ -483,18 +483,26 @@ def test_a_part_that_hands_its_input_on_is_computed(
     one_warning_about("it returns a part of its input, which cannot be stored", caplog)
 
 
+class HandsNothingOn(HandsOn):
+    """Returns its own result alone."""
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> Any:
+        return super().forward(x, bias)[0]
+
+
+@pytest.mark.parametrize("is_given", [False, True])
 @pytest.mark.parametrize("num_rows", [1, ROWS])
-def test_what_the_first_module_makes_for_the_others_may_be_of_all_rows(
-    num_rows: int, tmp_path: Path
+def test_what_modules_hand_on_may_be_of_all_rows(
+    num_rows: int, is_given: bool, tmp_path: Path
 ) -> None:
-    model = torch.nn.ModuleList(HandsOn() for _ in range(3))
+    """It is what the first one makes of all rows, or gets."""
+    model = torch.nn.ModuleList([HandsOn(), HandsOn(), HandsNothingOn()])
     model.requires_grad_(False).append(torch.nn.Linear(4, 1))
 
     def result(rows: torch.Tensor) -> torch.Tensor:
-        x, bias = model[0](rows, None)
-        for one in model[1:3]:
-            x, bias = one(x, bias)
-        return x
+        x, bias = model[0](rows, 2 * rows if is_given else None)
+        last: torch.Tensor = model[2](*model[1](x, bias))
+        return last
 
     batches = [torch.randn(num_rows, 4) for _ in range(2)]
     batches += [one[torch.randperm(num_rows)] for one in batches]

@@ -269,6 +269,7 @@ class OptimizerOffload(Handle):
             with torch._C.DisableTorchFunctionSubclass():
                 hook = last.register_post_accumulate_grad_hook(prefetch)
             self._undo.append(hook.remove)
+            weakref.finalize(states, hook.remove).atexit = False  # of a handle that is dropped
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
