@@ -18,7 +18,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from megatron.offload import ChangedInPlaceError, offload_activations
-from megatron.offload.integration.torch import parameter_snapshot
 from tests.support.same_training import digest, gradients_of
 
 HIDDEN, TOKENS = 32, 16
@@ -335,66 +334,6 @@ def test_what_a_layer_calls_and_does_not_have_is_as_it_was(twice: bool, tmp_path
         return [*found, digest(net.norm.running_mean)]
 
     assert run("all") == run(None)
-
-
-class Codebook(torch.nn.Module):
-    """Moves a parameter towards what it is given, beside its gradient, as a VQ-VAE may."""
-
-    def __init__(self, size: int, counted: bool) -> None:
-        super().__init__()
-        self.project = torch.nn.Linear(HIDDEN, HIDDEN)
-        self.codes = torch.nn.Parameter(torch.randn(size, HIDDEN))
-        self.bias = torch.nn.Parameter(torch.zeros(HIDDEN))
-        self.counted = counted
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.project(x)
-        made = x + self.codes.mean(0) + self.bias
-        mean = x.detach().mean((0, 1))
-        if self.counted:
-            with torch.no_grad():
-                self.bias.lerp_(mean, 0.5)
-        self.codes.data.lerp_(mean, 0.25)
-        return made.tanh()
-
-
-def trained_codebooks(
-    size: int, counted: bool, directory: Path, recompute: str | None
-) -> list[Any]:
-    torch.manual_seed(3)
-    first = torch.nn.Linear(HIDDEN, HIDDEN)
-    net = torch.nn.Sequential(
-        first, torch.nn.Sequential(*(Codebook(size, counted) for _ in range(3)))
-    )
-    found = []
-    layers = ["Codebook"]
-    with offload_activations(
-        net, directory, layers=layers, min_bytes=1, recompute_layers=recompute
-    ) as offload:
-        for _ in range(3):
-            loss = net(torch.randn(2, TOKENS, HIDDEN)).square().mean()
-            loss.backward()
-            codes = [digest(one) for one in net.parameters()]
-            found.append((digest(loss), gradients_of(net), codes))
-            net.zero_grad()
-        assert offload.statistics["recomputed_layers"] == (3 if recompute else 0)
-    return found
-
-
-@pytest.mark.parametrize("counted", [False, True])
-def test_a_layer_runs_again_with_the_parameters_that_it_writes_to(
-    counted: bool, tmp_path: Path
-) -> None:
-    expected = trained_codebooks(8, counted, tmp_path, None)
-    assert trained_codebooks(8, counted, tmp_path, "all") == expected
-
-
-def test_a_layer_that_writes_to_a_large_parameter_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parameter_snapshot, "MOST_COPIED_BYTES", 1 << 16)
-    with pytest.raises(ChangedInPlaceError, match="writes to its parameter codes while it runs"):
-        trained_codebooks(2000, False, tmp_path, "all")
 
 
 class Scripted(torch.nn.Module):

@@ -19,13 +19,12 @@ import contextlib
 import copy
 import functools
 import types
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence, Set
 from typing import Any
 
 import numpy
 import torch
 
-from megatron.offload.errors import ChangedInPlaceError
 from megatron.offload.integration.torch.noted_tensor import (
     Changes,
     NotedTensor,
@@ -34,6 +33,7 @@ from megatron.offload.integration.torch.noted_tensor import (
     nodes_before,
     version_of,
 )
+from megatron.offload.integration.torch.parameter_snapshot import changed_since
 from megatron.offload.integration.torch.structures import ARRAYS, is_small_array, slots_of
 
 # Torch's own, and what is in the place of the layer's forward while it runs.
@@ -69,6 +69,7 @@ class AttributeSnapshot:
     Attributes:
         modules: of the layer, and those that it calls without having them among its modules: of a
             list that torch does not look into, of a bound method, of the arguments.
+        parameters: of these, with their names.
     """
 
     def __init__(
@@ -90,8 +91,9 @@ class AttributeSnapshot:
         ] = []  # and what they were
         self._containers: list[tuple[Any, Any]] = []  # and what was in them
         self._of_torch: list[tuple[Any, Any]] = []  # hooks and parameters, and what was in them
-        # Parameters with their names, and whether they want a gradient.
-        self._wants_gradient: list[tuple[str, torch.Tensor, bool]] = []
+        self.parameters: list[tuple[str, torch.Tensor]] = []
+        self._want_gradient: list[bool] = []  # of these
+        self._copied: Set[int] = frozenset()
         self._seen: set[int] = set()
         for one in arguments:
             if isinstance(one, torch.nn.Module):
@@ -102,18 +104,16 @@ class AttributeSnapshot:
             parameters = module._parameters
             if parameters and type(parameters) is dict:  # DeepSpeed's dict gathers what is read
                 self._of_torch.append((parameters, parameters.copy()))
-                self._wants_gradient += [
-                    (name, one, one.requires_grad)
-                    for name, one in parameters.items()
-                    if one is not None
-                ]
+                there = [(name, one) for name, one in parameters.items() if one is not None]
+                self.parameters += there
+                self._want_gradient += [one.requires_grad for _, one in there]
             if module is not layer:  # it is the layer's forward that runs again
                 self._of_torch += [(own, own.copy()) for one in _HOOKS if (own := attributes[one])]
         self._versions = self._parameter_versions()
         del self._layer, self._known, self._seen
 
     def _parameter_versions(self) -> list[int]:
-        return [version_of(one) for _, one, _ in self._wants_gradient]
+        return [version_of(one) for _, one in self.parameters]
 
     def _add(self, module: torch.nn.Module) -> None:
         """Looks at a module that is none of the layer's, and not around it."""
@@ -203,11 +203,19 @@ class AttributeSnapshot:
 
     # -- After its forward ----------------------------------------------------------------------
 
-    def keep_changed(self, results: Iterable[torch.Tensor] = ()) -> None:
+    def counted(self) -> set[int]:
+        """The parameters, by their places, that were changed in place since this was made."""
+        changes = zip(self._parameter_versions(), self._versions, strict=True)
+        return {place for place, (now, before) in enumerate(changes) if now != before}
+
+    def keep_changed(
+        self, results: Iterable[torch.Tensor] = (), copied: Set[int] = frozenset()
+    ) -> None:
         """That forward has ended: holds no more than what a second one needs.
 
         Args:
             results: tensors that the layer has computed.
+            copied: places of parameters that others put back and compare.
 
         Raises:
             ChangedInPlaceError: it cannot run again as it is to.
@@ -217,6 +225,7 @@ class AttributeSnapshot:
         if not self._copies:
             return
         self._versions = self._parameter_versions()  # a layer may write to its own
+        self._copied = copied
         noted = self._noted.values()
         used = nodes_before(self._begin, results) if any(one.has_graph for one in noted) else set()
         for one in noted:
@@ -241,14 +250,8 @@ class AttributeSnapshot:
             ChangedInPlaceError: a parameter was changed in place since, or the layer has failed,
                 and a tensor that it had is no longer there.
         """
-        versions = zip(self._parameter_versions(), self._versions, strict=True)
-        for (name, _, _), (current, version) in zip(self._wants_gradient, versions, strict=True):
-            if current != version:
-                raise ChangedInPlaceError(
-                    f"a parameter, {name}, of a layer that is to be recomputed was changed in "
-                    "place since the layer ran; call backward() before the optimizer's step, or "
-                    "do not recompute the layer"
-                )
+        if written := self.counted() - self._copied:
+            raise changed_since(self.parameters[min(written)][0])
         found = self._noted.present()
         contents = [(one, _each(content, found)) for one, content in self._containers]
         contents += self._of_torch
@@ -261,7 +264,11 @@ class AttributeSnapshot:
         attributes = resolved + [
             (now, {name: now.get(name, _ABSENT) for name in before}) for now, before in differing
         ]
-        frozen = [one[1:] for one in self._wants_gradient if one[1].requires_grad is not one[2]]
+        frozen = [
+            (one, wanted)
+            for (_, one), wanted in zip(self.parameters, self._want_gradient, strict=True)
+            if one.requires_grad is not wanted
+        ]
         for container, before in changed:
             _fill(container, before)
         for now, before in differing:

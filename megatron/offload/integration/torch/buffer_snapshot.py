@@ -49,7 +49,7 @@ class BufferSnapshot:
             if not _is_plain(buffer) or not torch.equal(buffer, copy):
                 self._before.append((owner, name, buffer, copy))
             else:
-                kept = copy if _is_small(copy) else _fingerprint(copy)
+                kept = copy if _is_small(copy) else fingerprint_of(copy)
                 self._same.append((owner, name, buffer, version_of(buffer), kept))
 
     @contextlib.contextmanager
@@ -81,7 +81,7 @@ def _found(name: str, buffer: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     """What a buffer held that was written to."""
     if _is_small(buffer):
         return kept
-    if not torch.equal(_fingerprint(buffer), kept):
+    if not torch.equal(fingerprint_of(buffer), kept):
         raise ChangedInPlaceError(
             f"a buffer, {name}, of a layer that is to be recomputed was changed in place since the "
             "layer ran; change it after the backward pass, put a new tensor there, or do not "
@@ -99,9 +99,9 @@ def _is_plain(buffer: torch.Tensor) -> bool:
     return type(buffer) is torch.Tensor and kind_of(buffer).is_all_bytes
 
 
-def _fingerprint(buffer: torch.Tensor) -> torch.Tensor:
+def fingerprint_of(tensor: torch.Tensor) -> torch.Tensor:
     """Two sums over all bytes, one of which goes by their places."""
-    as_bytes = buffer.detach().contiguous().flatten().view(torch.uint8)
+    as_bytes = tensor.detach().contiguous().flatten().view(torch.uint8)
     words = torch.nn.functional.pad(as_bytes, (0, -as_bytes.numel() % 8)).view(torch.int64)
     places = torch.arange(words.numel(), device=words.device).mul_(2).add_(1).mul_(_ODD)
     return torch.stack([words.sum(), words.mul(places).sum()])

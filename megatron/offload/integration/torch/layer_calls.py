@@ -317,7 +317,7 @@ class LayerCalls:
         given = tree_leaves((args, kwargs))
         attributes = AttributeSnapshot(self._layer, self._changed[self._layer], given)
         buffers = BufferSnapshot(attributes.modules)
-        parameters = ParameterSnapshot(attributes.modules, self._written[self._layer])
+        parameters = ParameterSnapshot(attributes.parameters, self._written[self._layer])
         numbers = _NumberSnapshot([*attributes.modules, *given])
         weights = functools.partial(brought, self._layer)
         others = attention_kernels(), computed_weights(), modes()
@@ -331,14 +331,14 @@ class LayerCalls:
         passed, in_names = arguments.passed()
         result = checkpoint(run, *passed, use_reentrant=False, context_fn=contexts, **in_names)
         computed = list(computed_in(result))
-        if written := parameters.keep_changed():
+        if written := parameters.keep_written(attributes.counted()):
             raise ChangedInPlaceError(
                 f"{name}, which is to be recomputed, writes to its parameter {written} while it "
                 "runs, and needs it as it was; do not recompute the layer"
             )
         arguments.end(computed)
         buffers.keep_changed()
-        attributes.keep_changed(computed)
+        attributes.keep_changed(computed, parameters.copied)
         numbers.keep_changed()
         return result
 

@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from megatron.offload.activations.saved.recipe import bits_of
+from megatron.offload.errors import ChangedInPlaceError
+from megatron.offload.integration.torch.buffer_snapshot import fingerprint_of
+from megatron.offload.integration.torch.noted_tensor import version_of
 
 MOST_COPIED_BYTES = 1 << 24  # of a parameter, in the first call, while the layer runs
 _COMPUTING = "ComputingParameter"  # one that is on a tier, while its layer computes
@@ -30,84 +33,133 @@ class Written:
     places: set[int] = field(default_factory=set)
 
 
+@dataclass
+class _Copied:
+    """A parameter that the layer may write to, before its forward and after it."""
+
+    place: int
+    name: str
+    parameter: torch.Tensor
+    before: torch.Tensor
+    version: int = 0  # after it, as the fingerprint
+    fingerprint: torch.Tensor | None = None  # None: it has not ended
+
+
 class ParameterSnapshot:
     """What some parameters of a layer held when this was made, for when its forward runs again.
 
     A codebook that follows what it is given writes moving averages to its parameter; autograd does
     not count what goes through `.data`. A layer's first call shows which of its parameters it
     writes to: all but large ones are copied while it runs, and of large ones a sum is compared.
-    Later calls copy what the first has changed.
+    Later calls copy what the first has written to, the same bits even, as an embedding with a
+    `max_norm` does to a small weight. What stands in a parameter's place (`functional_call` puts
+    tensors there) is copied as a parameter is.
 
     Args:
-        modules: of the layer.
+        parameters: of the layer, with their names; those that it has had in earlier calls, or
+            others in the same places.
         written: by its earlier calls.
     """
 
-    def __init__(self, modules: Iterable[torch.nn.Module], written: Written) -> None:
+    def __init__(self, parameters: Sequence[tuple[str, torch.Tensor]], written: Written) -> None:
         self._written = written
-        self._copies: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        self._sums: list[tuple[int, str, torch.Tensor, torch.Tensor]] = []
+        self._parameters = parameters
+        self._copied: list[_Copied] = []
+        self._sums: list[tuple[int, torch.Tensor]] = []
         if written.is_known and not written.places:
             return
-        found = (
-            (name, one)
-            for module in modules
-            if type(module._parameters) is dict
-            for name, one in module._parameters.items()
-            if one is not None
-        )
-        for place, (name, one) in enumerate(found):
+        for place, (name, one) in enumerate(parameters):
             if not _is_plain(one):
                 continue
             if place in written.places or (
                 not written.is_known and one.nbytes <= MOST_COPIED_BYTES
             ):
-                self._copies.append((place, one, one.detach().clone()))
+                self._copied.append(_Copied(place, name, one, one.detach().clone()))
             elif not written.is_known:
-                self._sums.append((place, name, one, _sum(one)))
+                self._sums.append((place, _sum(one)))
 
-    def keep_changed(self) -> str:
+    def keep_written(self, counted: Set[int]) -> str:
         """That forward has ended: lets go of copies that are not needed.
+
+        Args:
+            counted: places of parameters of which autograd has counted a change.
 
         Returns:
             The name of a parameter that was written to and has no copy; empty: there is none.
         """
-        without = ""
-        if not self._written.is_known:
-            self._copies = [
-                (place, one, copy)
-                for place, one, copy in self._copies
-                if not torch.equal(bits_of(one), bits_of(copy))
+        written, without = self._written, set[int]()
+        if written.is_known:
+            copied = {one.place for one in self._copied}
+            without = {one for one in counted - copied if _is_plain(self._parameters[one][1])}
+            written.places |= without
+        else:
+            self._copied = [
+                one
+                for one in self._copied
+                if one.place in counted or not _has_same_bits(one.parameter, one.before)
             ]
-            self._written.places |= {place for place, _, _ in self._copies}
-            for place, name, one, before in self._sums:
-                if not torch.equal(_sum(one), before):
-                    self._written.places.add(place)
-                    without = name
-        self._written.is_known = True
+            without = {
+                place
+                for place, before in self._sums
+                if not torch.equal(_sum(self._parameters[place][1]), before)
+            }
+            written.places |= {one.place for one in self._copied} | without
+            written.places |= counted & {place for place, _ in self._sums}
+        for one in self._copied:
+            one.version = version_of(one.parameter)
+            one.fingerprint = fingerprint_of(one.parameter)
+        written.is_known = True
         self._sums = []
-        return without
+        return self._parameters[min(without)][0] if without else ""
+
+    @property
+    def copied(self) -> set[int]:
+        """The places of parameters that it puts back."""
+        return {one.place for one in self._copied}
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """A context in which these parameters hold what they held before, uncounted."""
-        present = [one.detach().clone() for _, one, _ in self._copies]
-        for _, one, copy in self._copies:
-            _DATA.__get__(one).copy_(copy)
+        """A context in which these parameters hold what they held before, uncounted.
+
+        Raises:
+            ChangedInPlaceError: others have changed one in place since. What the second run saves
+                is the parameter itself, which has those values again when the run has ended.
+        """
+        for one in self._copied:
+            if one.fingerprint is None or version_of(one.parameter) == one.version:
+                continue
+            if not torch.equal(fingerprint_of(one.parameter), one.fingerprint):
+                raise changed_since(one.name)
+        present = [one.parameter.detach().clone() for one in self._copied]
+        for one in self._copied:
+            _DATA.__get__(one.parameter).copy_(one.before)
         try:
             yield
         finally:
-            for (_, one, _), value in zip(self._copies, present, strict=True):
-                _DATA.__get__(one).copy_(value)
+            for one, value in zip(self._copied, present, strict=True):
+                _DATA.__get__(one.parameter).copy_(value)
+
+
+def changed_since(name: str) -> ChangedInPlaceError:
+    """The error where a parameter is no longer as the layer has left it."""
+    return ChangedInPlaceError(
+        f"a parameter, {name}, of a layer that is to be recomputed was changed in place since the "
+        "layer ran; call backward() before the optimizer's step, or do not recompute the layer"
+    )
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:
     """Whether its bytes are in memory, and no others'."""
     kind = type(parameter)
-    if kind is not torch.nn.Parameter and kind.__name__ != _COMPUTING:
+    is_ours = kind.__name__ == _COMPUTING
+    if kind is not torch.nn.Parameter and kind is not torch.Tensor and not is_ours:
         return False
     is_strided = parameter.layout is torch.strided and not parameter.is_meta
     return is_strided and 0 < parameter.nbytes <= parameter.untyped_storage().nbytes()
+
+
+def _has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(bits_of(one), bits_of(other))
 
 
 def _sum(parameter: torch.Tensor) -> torch.Tensor:
