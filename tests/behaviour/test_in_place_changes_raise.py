@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.offload import ChangedInPlaceError, Scope
+from megatron.offload import ChangedInPlaceError, Scope, offload_activations
 from tests.support.models import settle
 
 
@@ -67,6 +67,39 @@ def test_what_a_node_changes_in_backward_is_an_error_for_the_next(engine, write_
         first.zero_()
         with pytest.raises(ChangedInPlaceError):
             engine.hooks.unpack(views[1])
+
+
+class ReturnsWhatItSaved(torch.autograd.Function):
+    """Saves gradients that it has computed in forward, as fused losses do."""
+
+    @staticmethod
+    def forward(ctx, weight, clones):
+        ctx.save_for_backward(torch.full_like(weight, 2.0))
+        ctx.clones = clones
+        return weight.sum() * 2.0
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (saved,) = ctx.saved_tensors
+        return saved.clone() if ctx.clones else saved, None
+
+
+@pytest.mark.parametrize("clones", [True, False])
+def test_a_gradient_that_was_saved_and_then_changed_says_so(clones, tmp_path):
+    """AccumulateGrad takes what we have built as it is: the script changes it in `.grad`."""
+    weight = torch.nn.Parameter(torch.ones(1000))
+    model = torch.nn.Identity()
+    model.forward = lambda: ReturnsWhatItSaved.apply(weight, clones)
+    with offload_activations(model, tmp_path, min_bytes=1):
+        loss = model()
+        for _ in range(2):
+            loss.backward(retain_graph=True)  # the second one adds to the first in place
+        if clones:
+            loss.backward()
+            assert torch.equal(weight.grad, torch.full((1000,), 6.0))
+        else:
+            with pytest.raises(ChangedInPlaceError, match="a gradient, have it return a clone"):
+                loss.backward()
 
 
 @pytest.mark.parametrize("kind", ["small", "excluded", "conjugated", "inside of a large one"])

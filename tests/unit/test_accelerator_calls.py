@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.offload import offload_optimizer
 from megatron.offload.device import open as open_module
 from megatron.offload.device.accelerator import AcceleratorDevice
 from megatron.offload.device.cuda import CudaPlatform
 from megatron.offload.device.open import open_device
 from megatron.offload.device.platform import platform_of, register_platform, registered_kinds
-from megatron.offload.errors import ConfigurationError
+from megatron.offload.errors import PREFIX, STATES_PREFIX, ConfigurationError
 from megatron.offload.sizes import MIB
 from megatron.offload.tiers.arena import HostArena
 from megatron.offload.tiers.host import HostTier
@@ -258,9 +259,18 @@ def test_a_process_that_was_forked_has_devices_of_its_own(fake_cuda: FakeCuda) -
 )
 def test_other_kinds_are_refused_with_what_is_missing(kind: str, missing: str) -> None:
     known = ", ".join(registered_kinds())  # the test accelerator is one where its tests run too
-    expected = f"only on {known} and cpu: {missing}; use --activation-offload off"
-    with pytest.raises(ConfigurationError, match=f": activations on a {kind} .*{expected}$"):
-        open_device(kind)
+    expected = f"only what is on {known} and cpu: {missing}; train on one of these, or without"
+    for prefix in (PREFIX, STATES_PREFIX):
+        with pytest.raises(ConfigurationError, match=f"^{prefix}.* on a {kind} .*{expected}"):
+            open_device(kind, prefix)
+
+
+def test_an_optimizer_on_such_a_device_is_refused_with_a_sentence_about_states(
+    tmp_path: Path,
+) -> None:
+    params = torch.nn.Linear(4, 4, device="meta").parameters()
+    with pytest.raises(ConfigurationError, match=r"^optimizer states: what is on a meta"):
+        offload_optimizer(torch.optim.AdamW(params), tmp_path)
 
 
 def test_a_registered_kind_is_no_longer_refused(monkeypatch: pytest.MonkeyPatch) -> None:

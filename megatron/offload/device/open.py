@@ -17,7 +17,7 @@ from megatron.offload.device.platform import (
     register_platform,
     registered_kinds,
 )
-from megatron.offload.errors import ConfigurationError
+from megatron.offload.errors import PREFIX, ConfigurationError
 
 register_platform("cuda", CudaPlatform())
 
@@ -27,8 +27,12 @@ _opened: dict[torch.device, AcceleratorDevice] = {}
 os.register_at_fork(after_in_child=_opened.clear)  # its streams are the parent's
 
 
-def open_device(device: torch.device | str) -> Device:
+def open_device(device: torch.device | str, prefix: str = PREFIX) -> Device:
     """The `Device` that stands for a torch device; of an accelerator one for the whole process.
+
+    Args:
+        device: it.
+        prefix: of the caller's messages.
 
     Raises:
         ConfigurationError: there is none for its kind; the message says what is missing.
@@ -40,9 +44,9 @@ def open_device(device: torch.device | str) -> Device:
     if platform is not None:
         return _shared(device, platform)
     raise ConfigurationError(
-        f"activations on a {device.type} device cannot be offloaded, only on "
-        f"{', '.join(registered_kinds())} and cpu: {_missing(device.type)}; use "
-        "--activation-offload off"
+        f"{prefix}what is on a {device.type} device cannot be offloaded, only what is on "
+        f"{', '.join(registered_kinds())} and cpu: {_missing(device.type)}; train on one of these, "
+        "or without offload"
     )
 
 

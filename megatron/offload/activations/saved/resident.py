@@ -65,11 +65,11 @@ class ResidentTensor:
 
 
 def changed_in_place(
-    tensor: torch.Tensor, version: int, shape: object, scope: Scope
+    tensor: torch.Tensor, version: int, shape: object, scope: Scope, advice: str = ""
 ) -> ChangedInPlaceError:
     """The error for a tensor that was saved at another version than it has now."""
     return ChangedInPlaceError(
         f"an activation of {scope} needed for gradient computation has been modified by an "
         f"inplace operation: {tensor.dtype} of shape {shape} is at version {tensor._version}; "
-        f"expected version {version}; make the operation out of place or clone its input"
+        f"expected version {version}; make the operation out of place or clone its input{advice}"
     )

@@ -17,6 +17,13 @@ from megatron.offload.activations.saved.resident import changed_in_place
 from megatron.offload.activations.saved.tensor_kind import without_graph
 
 _alias = torch.Tensor._make_subclass
+# AccumulateGrad takes a gradient that only autograd holds as it is: then `.grad` is what we have
+# built, and shares its version counter. An original would be held by autograd, and copied.
+_OF_GRADIENTS = (
+    "; an earlier backward pass has used it: where a Function returns what it has saved as a "
+    "gradient, have it return a clone, for .grad may be that tensor, which later passes and the "
+    "script change"
+)
 
 
 class SavedView:
@@ -94,9 +101,8 @@ class SavedView:
             ChangedInPlaceError: it was.
         """
         if self.is_changed:
-            raise changed_in_place(
-                self._witness, self._version, tuple(self._shape), self.saved.scope
-            )
+            shape, advice = tuple(self._shape), _OF_GRADIENTS if self.is_used else ""
+            raise changed_in_place(self._witness, self._version, shape, self.saved.scope, advice)
 
     def rebuild(self, memory: torch.UntypedStorage) -> torch.Tensor:
         """The tensor with its own shape, stride, offset, dtype and version counter, on `memory`.

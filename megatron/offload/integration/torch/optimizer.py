@@ -99,7 +99,7 @@ class OptimizerOffload(Handle):
                 f"{StatesConfig.prefix}this {type(optimizer).__name__} has no parameters, so "
                 "nothing of it can move; give it parameters before, or leave its states alone"
             )
-        device = open_device(params[0].device)
+        device = open_device(params[0].device, StatesConfig.prefix)
         budget_bytes = config.device_memory_budget_bytes
         step_by: OptimizerSlice | None = None
         if config.step_on == "cpu" and not device.is_host:

@@ -81,7 +81,7 @@ class ParameterOffload(Handle):
             return
         check_parts(layers)
         units = _params_of(layers, staying, is_filled=saved is not None)
-        computes_on = open_device(_device_of(units, device))
+        computes_on = open_device(_device_of(units, device), PARAMETERS_PREFIX)
         codec = CODECS.get(config.codec)
         sizes = [sum(param.nbytes for param in params) for params in units]
         moved = sizes if codec is None else [encoded_bytes(params, codec) for params in units]
