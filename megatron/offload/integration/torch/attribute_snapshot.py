@@ -33,7 +33,7 @@ from megatron.offload.integration.torch.noted_tensor import (
     nodes_before,
     version_of,
 )
-from megatron.offload.integration.torch.parameter_snapshot import changed_since
+from megatron.offload.integration.torch.parameter_snapshot import Place, changed_since
 from megatron.offload.integration.torch.structures import ARRAYS, is_small_array, slots_of
 
 # Torch's own, and what is in the place of the layer's forward while it runs.
@@ -69,7 +69,7 @@ class AttributeSnapshot:
     Attributes:
         modules: of the layer, and those that it calls without having them among its modules: of a
             list that torch does not look into, of a bound method, of the arguments.
-        parameters: of these, with their names.
+        parameters: of these, by their places.
     """
 
     def __init__(
@@ -91,9 +91,9 @@ class AttributeSnapshot:
         ] = []  # and what they were
         self._containers: list[tuple[Any, Any]] = []  # and what was in them
         self._of_torch: list[tuple[Any, Any]] = []  # hooks and parameters, and what was in them
-        self.parameters: list[tuple[str, torch.Tensor]] = []
+        self.parameters: dict[Place, torch.Tensor] = {}
         self._want_gradient: list[bool] = []  # of these
-        self._copied: Set[int] = frozenset()
+        self._copied: Set[Place] = frozenset()
         self._seen: set[int] = set()
         for one in arguments:
             if isinstance(one, torch.nn.Module):
@@ -105,7 +105,7 @@ class AttributeSnapshot:
             if parameters and type(parameters) is dict:  # DeepSpeed's dict gathers what is read
                 self._of_torch.append((parameters, parameters.copy()))
                 there = [(name, one) for name, one in parameters.items() if one is not None]
-                self.parameters += there
+                self.parameters.update({(id(module), name): one for name, one in there})
                 self._want_gradient += [one.requires_grad for _, one in there]
             if module is not layer:  # it is the layer's forward that runs again
                 self._of_torch += [(own, own.copy()) for one in _HOOKS if (own := attributes[one])]
@@ -113,7 +113,7 @@ class AttributeSnapshot:
         del self._layer, self._known, self._seen
 
     def _parameter_versions(self) -> list[int]:
-        return [version_of(one) for _, one in self.parameters]
+        return [version_of(one) for one in self.parameters.values()]
 
     def _add(self, module: torch.nn.Module) -> None:
         """Looks at a module that is none of the layer's, and not around it."""
@@ -203,13 +203,13 @@ class AttributeSnapshot:
 
     # -- After its forward ----------------------------------------------------------------------
 
-    def counted(self) -> set[int]:
-        """The parameters, by their places, that were changed in place since this was made."""
-        changes = zip(self._parameter_versions(), self._versions, strict=True)
-        return {place for place, (now, before) in enumerate(changes) if now != before}
+    def counted(self) -> list[Place]:
+        """The parameters that were changed in place since this was made."""
+        changes = zip(self.parameters, self._parameter_versions(), self._versions, strict=True)
+        return [place for place, now, before in changes if now != before]
 
     def keep_changed(
-        self, results: Iterable[torch.Tensor] = (), copied: Set[int] = frozenset()
+        self, results: Iterable[torch.Tensor] = (), copied: Set[Place] = frozenset()
     ) -> None:
         """That forward has ended: holds no more than what a second one needs.
 
@@ -250,8 +250,9 @@ class AttributeSnapshot:
             ChangedInPlaceError: a parameter was changed in place since, or the layer has failed,
                 and a tensor that it had is no longer there.
         """
-        if written := self.counted() - self._copied:
-            raise changed_since(self.parameters[min(written)][0])
+        for place in self.counted():
+            if place not in self._copied:
+                raise changed_since(place[1])
         found = self._noted.present()
         contents = [(one, _each(content, found)) for one, content in self._containers]
         contents += self._of_torch
@@ -266,7 +267,7 @@ class AttributeSnapshot:
         ]
         frozen = [
             (one, wanted)
-            for (_, one), wanted in zip(self.parameters, self._want_gradient, strict=True)
+            for one, wanted in zip(self.parameters.values(), self._want_gradient, strict=True)
             if one.requires_grad is not wanted
         ]
         for container, before in changed:

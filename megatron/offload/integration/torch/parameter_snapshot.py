@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,8 @@ MOST_COPIED_BYTES = 1 << 24  # of a parameter, in the first call, while the laye
 _COMPUTING = "ComputingParameter"  # one that is on a tier, while its layer computes
 _DATA: Any = torch.Tensor.data
 
+Place = tuple[int, str]  # of a parameter: the address of a module, and its name there
+
 
 @dataclass
 class Written:
@@ -26,19 +28,18 @@ class Written:
 
     Attributes:
         is_known: whether a call has been seen.
-        places: of those parameters, among all of the layer.
+        places: of those parameters.
     """
 
     is_known: bool = False
-    places: set[int] = field(default_factory=set)
+    places: set[Place] = field(default_factory=set)
 
 
 @dataclass
 class _Copied:
     """A parameter that the layer may write to, before its forward and after it."""
 
-    place: int
-    name: str
+    place: Place
     parameter: torch.Tensor
     before: torch.Tensor
     version: int = 0  # after it, as the fingerprint
@@ -56,29 +57,28 @@ class ParameterSnapshot:
     tensors there) is copied as a parameter is.
 
     Args:
-        parameters: of the layer, with their names; those that it has had in earlier calls, or
-            others in the same places.
+        parameters: of the layer, by their places.
         written: by its earlier calls.
     """
 
-    def __init__(self, parameters: Sequence[tuple[str, torch.Tensor]], written: Written) -> None:
+    def __init__(self, parameters: Mapping[Place, torch.Tensor], written: Written) -> None:
         self._written = written
         self._parameters = parameters
         self._copied: list[_Copied] = []
-        self._sums: list[tuple[int, torch.Tensor]] = []
+        self._sums: list[tuple[Place, torch.Tensor]] = []
         if written.is_known and not written.places:
             return
-        for place, (name, one) in enumerate(parameters):
+        for place, one in parameters.items():
             if not _is_plain(one):
                 continue
             if place in written.places or (
                 not written.is_known and one.nbytes <= MOST_COPIED_BYTES
             ):
-                self._copied.append(_Copied(place, name, one, one.detach().clone()))
+                self._copied.append(_Copied(place, one, one.detach().clone()))
             elif not written.is_known:
                 self._sums.append((place, _sum(one)))
 
-    def keep_written(self, counted: Set[int]) -> str:
+    def keep_written(self, counted: Sequence[Place]) -> str:
         """That forward has ended: lets go of copies that are not needed.
 
         Args:
@@ -87,33 +87,33 @@ class ParameterSnapshot:
         Returns:
             The name of a parameter that was written to and has no copy; empty: there is none.
         """
-        written, without = self._written, set[int]()
+        written, parameters = self._written, self._parameters
         if written.is_known:
-            copied = {one.place for one in self._copied}
-            without = {one for one in counted - copied if _is_plain(self._parameters[one][1])}
-            written.places |= without
+            copied = self.copied
+            without = [one for one in counted if one not in copied and _is_plain(parameters[one])]
+            written.places |= {*without}
         else:
             self._copied = [
                 one
                 for one in self._copied
                 if one.place in counted or not _has_same_bits(one.parameter, one.before)
             ]
-            without = {
+            large = [place for place, _ in self._sums if place in counted]
+            without = [
                 place
                 for place, before in self._sums
-                if not torch.equal(_sum(self._parameters[place][1]), before)
-            }
-            written.places |= {one.place for one in self._copied} | without
-            written.places |= counted & {place for place, _ in self._sums}
+                if not torch.equal(_sum(parameters[place]), before)
+            ]
+            written.places |= {*self.copied, *large, *without}
         for one in self._copied:
             one.version = version_of(one.parameter)
             one.fingerprint = fingerprint_of(one.parameter)
         written.is_known = True
         self._sums = []
-        return self._parameters[min(without)][0] if without else ""
+        return without[0][1] if without else ""
 
     @property
-    def copied(self) -> set[int]:
+    def copied(self) -> set[Place]:
         """The places of parameters that it puts back."""
         return {one.place for one in self._copied}
 
@@ -129,7 +129,7 @@ class ParameterSnapshot:
             if one.fingerprint is None or version_of(one.parameter) == one.version:
                 continue
             if not torch.equal(fingerprint_of(one.parameter), one.fingerprint):
-                raise changed_since(one.name)
+                raise changed_since(one.place[1])
         present = [one.parameter.detach().clone() for one in self._copied]
         for one in self._copied:
             _DATA.__get__(one.parameter).copy_(one.before)
