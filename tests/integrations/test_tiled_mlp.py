@@ -227,6 +227,33 @@ def test_a_norm_over_another_dimension_is_left_alone() -> None:
     torch.testing.assert_close(found, alone)
 
 
+class RunningNorm(torch.nn.Module):
+    """A batch norm over all tokens, with statistics of its own."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden))
+        self.register_buffer("mean", torch.zeros(hidden))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = x.flatten(0, -2).mean(0) if self.training else self.mean
+        if self.training:
+            self.mean.lerp_(mean.detach(), 0.1)
+        return self.weight * (x - mean)
+
+
+def test_a_norm_with_running_statistics_is_left_alone() -> None:
+    torch.manual_seed(0)
+    mlp = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 16))
+    model = torch.nn.ModuleDict({"norm": RunningNorm(16), "mlp": mlp})
+    x = torch.randn(2, 40, 16) * torch.linspace(0.1, 3.0, 40)[:, None]
+    alone = RunningNorm(16)
+    expected = alone(x)
+    with offload_activations(model, mode="off", tiled_mlp=TILE):
+        found = model["norm"](x)
+    assert torch.equal(found, expected) and torch.equal(model["norm"].mean, alone.mean)
+
+
 def test_modules_that_are_called_by_keywords_run_in_one_piece() -> None:
     """Of one of several arguments it is not known which are tokens."""
     model = make("Llama")
@@ -493,6 +520,42 @@ def test_what_would_be_wrong_is_refused() -> None:
     scale = torch.nn.Parameter(torch.ones(()))
     mlp.act_fn = type("Scaled", (torch.nn.Module,), {"forward": lambda _, x: x * scale})()
     assert "uses parameters that are not its own, whose gradients would be lost" in refused(model)
+
+
+def test_what_changes_its_input_or_its_buffers_is_refused() -> None:
+    """Tiles of an input that wants no gradient would have been dropped twice."""
+    model = make("Llama")
+    model.model.embed_tokens.requires_grad_(False)
+    mlp = model.model.layers[0].mlp
+    for first in (torch.nn.Dropout(0.5, inplace=True), torch.nn.ReLU(inplace=True)):
+        model.model.layers[0].mlp = torch.nn.Sequential(first, mlp.gate_proj, mlp.down_proj)
+        assert "(Sequential) changes its input in place" in refused(model)
+    mlp.act_fn = RunningNorm(SIZES["intermediate_size"])
+    model.model.layers[0].mlp = mlp
+    before = torch.get_rng_state()
+    assert "changes act_fn.mean in each pass, and would for each tile" in refused(model)
+    assert not mlp.act_fn.mean.any() and torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_trial_is_no_call_that_a_module_counts() -> None:
+    model = make("Llama")
+    mlp = model.model.layers[0].mlp
+
+    class Counts(torch.nn.SiLU):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(()))
+            self.calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    mlp.act_fn = Counts()
+    x = torch.randn(1, 2 * TILE, SIZES["hidden_size"])
+    with offload_activations(model, mode="off", tiled_mlp=TILE):
+        mlp(x)
+    assert mlp.act_fn.calls == 2  # tiles
 
 
 def test_a_model_without_mlps_and_another_word_are_refused() -> None:

@@ -130,6 +130,17 @@ def test_one_call_opens_all_of_it(file: Path) -> None:
         assert handle.statistics.keys() == {"activations"}
 
 
+def test_activations_that_stay_may_have_their_loss_in_chunks() -> None:
+    """And MLPs over tiles: as `offload_activations` has them with mode `off`."""
+    own = {"mode": "off", "tiled_mlp": 2}
+    assert read_settings({"activations": own})["activations"] == own
+    callback = TrainerOffload.from_settings({"activations": own})
+    assert callback._settings == own
+    chunked = read_settings({"activations": {"mode": "off", "chunked_loss": "auto"}})
+    with pytest.raises(ConfigurationError, match="for causal language models"):
+        offload(Model(num_layers=2), **chunked)
+
+
 def test_a_callback_takes_it(file: Path, tmp_path: Path) -> None:
     without_steps = file.read_text().partition("[layer_major]")[0]
     file.write_text(without_steps)
@@ -138,6 +149,7 @@ def test_a_callback_takes_it(file: Path, tmp_path: Path) -> None:
     assert callback._of_states is not None and callback._of_states["step_on"] == "cpu"
     with pytest.raises(ConfigurationError, match="leave layer_major out"):
         TrainerOffload.from_settings({"layer_major": 2})
+    TrainerOffload.from_settings({"layer_major": {"units": False}})  # usual steps
 
 
 def test_what_is_not_named_stays() -> None:

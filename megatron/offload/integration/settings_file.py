@@ -130,13 +130,14 @@ def _tables(
                 "line for each setting"
             )
         try:
-            _config(name, table, for_flags=for_flags)
+            config: Any = _config(name, table, for_flags=for_flags)
             if "directories" in table:  # as they are called now
                 table["directories"] = parse_paths(table["directories"])
         except ConfigurationError as error:
             words = str(error).removeprefix(PREFIX)
             raise ConfigurationError(f"{where}[{name}]: {words}") from None
-        if for_flags or (table.get("mode") != "off" and table.get("units") != "off"):
+        # With activations that stay the loss may be in chunks all the same.
+        if for_flags or config.enabled or getattr(config, "in_pieces", False):
             tables[name] = table
     return tables
 

@@ -9,7 +9,9 @@ Note [What is an MLP]
 A module that the model calls `mlp` or the like, of which everything that has parameters is a linear
 layer or a norm over the last dimension, and two linear layers at least. So every token is by
 itself, and a tile gives what the whole gives. To be sure, some of the first tokens that a module
-sees are computed once with the tokens around them and once without.
+sees are computed once with the tokens around them and once without. And once as in training, where
+it has buffers: what keeps running statistics takes others of each tile. The module is left as it
+was before.
 
 Note [Norms]
 A norm that a model writes in Python, as the RMS norms of transformers are, makes up to seven fp32
@@ -40,9 +42,11 @@ from megatron.offload.integration.hook import outside_of_graphs
 from megatron.offload.integration.own_attributes import put
 from megatron.offload.integration.replaced_forwards import ReplacedForwards
 from megatron.offload.integration.torch.attribute_snapshot import AttributeSnapshot
-from megatron.offload.integration.torch.noted_tensor import Changes
+from megatron.offload.integration.torch.buffer_snapshot import BufferSnapshot
+from megatron.offload.integration.torch.noted_tensor import Changes, version_of
 from megatron.offload.ops.tiled_mlp import (
     Tiles,
+    draws_as_before,
     in_tiles,
     nothing_moves,
     tile_tokens_of,
@@ -138,8 +142,15 @@ class _Mlp:
         self, x: torch.Tensor, parameters: Sequence[torch.Tensor], tiles: Tiles
     ) -> torch.Tensor:
         before = AttributeSnapshot(self.module, self._changed)
-        result = tiled(self._own, x, parameters, tiles, before.restored)
+        result = tiled(self._of_tile, x, parameters, tiles, before.restored)
         before.keep_changed()
+        return result
+
+    def _of_tile(self, x: torch.Tensor) -> Any:
+        before = version_of(x)
+        result = self._own(x)
+        if version_of(x) != before:  # backward would begin with what forward has left
+            self._refuse("changes its input in place")
         return result
 
     def _parameters(self) -> list[torch.Tensor]:
@@ -176,13 +187,15 @@ class _Mlp:
 
     def _check_same(self, some: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
         """Raises ConfigurationError if tokens are not independent, or gradients would be lost."""
+        some = some.clone()  # the module may write to it
+        # From the middle: a token may take from those before it, from those behind, or from its
+        # place.
+        tokens, begin = some.shape[1] // 2, (some.shape[1] + 2) // 4
+        part = some[:, begin : begin + tokens].clone()
+        self._check_buffers(some)
         # Dropout would tell the two apart, and without gradients there are no leaves to look at.
-        with torch.enable_grad(), nothing_moves(), _evaluated(self.module):
-            together = self._own(some)
-            # From the middle: a token may take from those before it, from those behind, or from
-            # its place.
-            tokens, begin = some.shape[1] // 2, (some.shape[1] + 2) // 4
-            alone = self._own(some[:, begin : begin + tokens])
+        with torch.enable_grad(), self._as_it_is(), _evaluated(self.module):
+            together, alone = self._of_tile(some), self._of_tile(part)
         if not isinstance(alone, torch.Tensor):
             self._refuse(f"returns a {type(alone).__name__}, not a tensor")
         together = together[:, begin : begin + tokens]
@@ -193,6 +206,28 @@ class _Mlp:
         off, most = (alone - together).detach().abs().max(), together.detach().abs().max()
         if not bool(off <= _TOLERANCE * most):
             self._refuse("gives a token another result where others are beside it")
+
+    def _check_buffers(self, some: torch.Tensor) -> None:
+        """Raises ConfigurationError if a pass as in training changes buffers."""
+        own = dict(self.module.named_buffers())
+        if not own or not self.module.training:
+            return
+        with torch.no_grad(), self._as_it_is(), draws_as_before(some):
+            copies = dict(self.module.named_buffers())
+            versions = {name: version_of(one) for name, one in copies.items()}
+            self._own(some.clone())
+            for name, now in self.module.named_buffers():
+                is_same = now is copies.get(name) and version_of(now) == versions[name]
+                if not is_same and not (name in own and torch.equal(now, own[name])):
+                    self._refuse(f"changes {name} in each pass, and would for each tile")
+
+    @contextlib.contextmanager
+    def _as_it_is(self) -> Iterator[None]:
+        """A context whose passes leave the module as it was, and what they save where it is."""
+        attributes = AttributeSnapshot(self.module, Changes("attribute"))
+        buffers = BufferSnapshot(self.module.modules())
+        with nothing_moves(), attributes.restored(), buffers.restored():
+            yield
 
     def _refuse(self, why: str) -> None:
         raise ConfigurationError(

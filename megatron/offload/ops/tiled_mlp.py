@@ -187,6 +187,12 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def draws_as_before(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+    """A context after which torch's generators, also those of a tensor's device, draw what they
+    would have drawn without it."""
+    return _Generators(x).again()
+
+
 class _Generators:
     """The states of torch's generators now, of the host and of a tensor's device."""
 
