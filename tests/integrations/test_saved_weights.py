@@ -92,6 +92,28 @@ def test_all_parameters_are_trained(folder: Path, tmp_path: Path) -> None:
         assert_same(model.state_dict(), other.state_dict())
 
 
+def test_hooks_of_a_script_see_the_gradients_of_what_is_filled(
+    folder: Path, tmp_path: Path
+) -> None:
+    def hooked(model: Any) -> list[torch.Size]:
+        seen: list[torch.Size] = []
+        for param in model.parameters():
+            param.register_hook(lambda grad: grad * 0.5)
+            removed.append(param.register_hook(lambda grad: grad * 0.0))
+            param.register_post_accumulate_grad_hook(lambda one: seen.append(one.shape))
+        return seen
+
+    removed: list[Any] = []
+    other, model = in_memory(folder), without_memory()
+    of_other, of_model = hooked(other), hooked(model)
+    with offload_parameters(model, tmp_path, weights=folder):
+        for handle in removed:
+            handle.remove()
+        assert train(model) == train(other)
+        assert len(of_model) == len(of_other) > 0
+        assert_same(model.state_dict(), other.state_dict())
+
+
 def test_one_file_and_ties(tmp_path: Path) -> None:
     torch.manual_seed(1)
     other = transformers.LlamaForCausalLM(config(tied=True))

@@ -537,6 +537,26 @@ def test_what_changes_its_input_or_its_buffers_is_refused() -> None:
     assert not mlp.act_fn.mean.any() and torch.equal(torch.get_rng_state(), before)
 
 
+def test_a_loss_that_an_mlp_keeps_for_the_model_is_refused() -> None:
+    """As those of mixtures of experts that balance what their gates choose."""
+    model = make("Llama")
+
+    class Experts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.first = torch.nn.Linear(64, 2), torch.nn.Linear(64, 64)
+            self.losses: list[torch.Tensor] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            chosen = self.gate(x).softmax(-1)
+            self.losses.append(chosen.mean((0, 1)).square().sum())
+            return self.first(x) * chosen[..., :1]
+
+    model.model.layers[0].mlp = experts = Experts()
+    assert "(Experts) keeps losses, a result, and would keep the last tile's" in refused(model)
+    assert not experts.losses
+
+
 def test_a_trial_is_no_call_that_a_module_counts() -> None:
     model = make("Llama")
     mlp = model.model.layers[0].mlp

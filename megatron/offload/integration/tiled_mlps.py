@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from megatron.offload.activations.saved.autograd_graph import nodes_behind
 from megatron.offload.errors import ConfigurationError
@@ -57,6 +58,7 @@ _NAMES = ("mlp", "feed_forward", "feedforward", "ffn", "ff", "ffwd", "DenseReluD
 _LINEAR = ("Linear", "Conv1D")  # the ends of names of classes
 _SETTING = "tiled_mlp"
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_INSIDE = ("_parameters", "_modules")
 _PROBED_TOKENS = 64  # all together, and half of them alone
 _OF_TORCH = (
     *(torch.nn.LayerNorm, torch.nn.RMSNorm, torch.nn.GroupNorm),
@@ -195,7 +197,11 @@ class _Mlp:
         self._check_buffers(some)
         # Dropout would tell the two apart, and without gradients there are no leaves to look at.
         with torch.enable_grad(), self._as_it_is(), _evaluated(self.module):
+            before = {id(one) for _, one in self._results()}
             together, alone = self._of_tile(some), self._of_tile(part)
+            for name, one in self._results():
+                if id(one) not in before:
+                    self._refuse(f"keeps {name}, a result, and would keep the last tile's alone")
         if not isinstance(alone, torch.Tensor):
             self._refuse(f"returns a {type(alone).__name__}, not a tensor")
         together = together[:, begin : begin + tokens]
@@ -206,6 +212,15 @@ class _Mlp:
         off, most = (alone - together).detach().abs().max(), together.detach().abs().max()
         if not bool(off <= _TOLERANCE * most):
             self._refuse("gives a token another result where others are beside it")
+
+    def _results(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What attributes hold that a loss may be made of."""
+        for prefix, module in self.module.named_modules():
+            own = {name: one for name, one in vars(module).items() if name not in _INSIDE}
+            for name, value in own.items():
+                for one in tree_leaves(value):
+                    if isinstance(one, torch.Tensor) and one.grad_fn is not None:
+                        yield f"{prefix}.{name}".lstrip("."), one
 
     def _check_buffers(self, some: torch.Tensor) -> None:
         """Raises ConfigurationError if a pass as in training changes buffers."""

@@ -140,6 +140,9 @@ def _become(param: torch.nn.Parameter, value: torch.Tensor) -> None:
             f"a parameter of shape {list(param.shape)} cannot be filled ({error}); call "
             "offload_parameters before other code uses the model"
         ) from None
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if hooks := getattr(param, name):  # autograd knows them of the memory that is gone
+            setattr(param, name, hooks)
 
 
 def _fill_buffers(model: torch.nn.Module, files: SavedValues) -> None:
