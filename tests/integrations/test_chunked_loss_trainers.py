@@ -315,6 +315,16 @@ def test_a_kernel_that_takes_the_output_layers_weight_is_noticed(
     assert "Fused" in sentence and "use_liger_kernel" in sentence
 
 
+def test_another_output_layer_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    model = new_llama().train()
+    batch = {name: torch.stack([row[name] for row in rows(2)]) for name in rows(1)[0]}
+    with offload_activations(model, mode="off", chunked_loss=7):
+        model.resize_token_embeddings(WORDS + 1)
+        model(**batch).loss.backward()
+    (sentence,) = [one.getMessage() for one in caplog.records if "does nothing" in one.getMessage()]
+    assert "it has another output layer since (resize_token_embeddings" in sentence
+
+
 def test_nothing_is_said_of_evaluations_and_of_passes_that_raise(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -159,7 +159,14 @@ class _Head(OutputHead):
     def _tell_if_idle(self) -> None:
         """Logs once that a training pass did not use this head, and what computed its loss
         instead."""
-        if self._pass.loss_follows:  # and the output layer was not called
+        model: Any = self._model
+        if self._pass.loss_follows and model.get_output_embeddings() is not self._layer:
+            reason = (
+                "it has another output layer since (resize_token_embeddings, an adapter that saves "
+                "the layer as a whole)"
+            )
+            advice = "begin to offload after that"
+        elif self._pass.loss_follows:  # and the output layer was not called
             reason = (
                 "TRL's trainer computes the loss with a fused head of its own, in chunks too"
                 if self._pass.given.get("fused_lm_head")
