@@ -557,6 +557,27 @@ def test_a_loss_that_an_mlp_keeps_for_the_model_is_refused() -> None:
     assert not experts.losses
 
 
+def test_what_a_module_is_given_after_the_trial_is_not_lost() -> None:
+    """As guidance without a classifier does it, which leaves the condition out at times."""
+    model = make("Llama")
+    mlp = model.model.layers[0].mlp
+    condition = torch.nn.Parameter(torch.ones(()))
+
+    class Conditioned(torch.nn.SiLU):
+        scale: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if self.scale is None else x * self.scale
+
+    mlp.act_fn = Conditioned()
+    x = torch.randn(1, 2 * TILE, SIZES["hidden_size"])
+    with offload_activations(model, mode="off", tiled_mlp=TILE):
+        mlp(x).sum().backward()
+        mlp.act_fn.scale = condition.exp()
+        with pytest.raises(ConfigurationError, match="whose gradients would be lost"):
+            mlp(x).sum().backward()
+
+
 def test_a_trial_is_no_call_that_a_module_counts() -> None:
     model = make("Llama")
     mlp = model.model.layers[0].mlp

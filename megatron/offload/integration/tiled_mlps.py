@@ -136,7 +136,7 @@ class _Mlp:
         modules, training = tuple(self.module.modules()), self.module.training
         if self._checked.get(training) != modules:
             some = x.detach().reshape(1, -1, x.shape[-1])[:, :_PROBED_TOKENS]
-            self._check_same(some, parameters)
+            self._check_same(some)
             self._checked[training] = modules
         return self._tiled(x, parameters, Tiles(tile_tokens))
 
@@ -153,6 +153,11 @@ class _Mlp:
         result = self._own(x)
         if version_of(x) != before:  # backward would begin with what forward has left
             self._refuse("changes its input in place")
+        # With a graph: the trial, and backward, since a module may be given more than in the trial.
+        if isinstance(result, torch.Tensor) and result.grad_fn is not None:
+            known = [x, *self._parameters()]
+            if any(not _is_one_of(leaf, known) for leaf in _wants_gradient(result, known)):
+                self._refuse("uses parameters that are not its own, whose gradients would be lost")
         return result
 
     def _parameters(self) -> list[torch.Tensor]:
@@ -187,7 +192,7 @@ class _Mlp:
             if parameter._backward_hooks:
                 self._refuse(f"has a hook on the gradient of {name}, which would see each tile's")
 
-    def _check_same(self, some: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
+    def _check_same(self, some: torch.Tensor) -> None:
         """Raises ConfigurationError if tokens are not independent, or gradients would be lost."""
         some = some.clone()  # the module may write to it
         # From the middle: a token may take from those before it, from those behind, or from its
@@ -207,8 +212,6 @@ class _Mlp:
         together = together[:, begin : begin + tokens]
         if alone.shape[:2] != (1, tokens) or alone.shape != together.shape:
             self._refuse(f"returns {tuple(alone.shape)} for {tokens} tokens")
-        if any(not _is_one_of(leaf, parameters) for leaf in _wants_gradient(alone, parameters)):
-            self._refuse("uses parameters that are not its own, whose gradients would be lost")
         off, most = (alone - together).detach().abs().max(), together.detach().abs().max()
         if not bool(off <= _TOLERANCE * most):
             self._refuse("gives a token another result where others are beside it")
@@ -281,7 +284,7 @@ class _Norm(_Mlp):
             self._check(x)
             if self._is_apart is None:
                 some = x.detach().reshape(1, -1, self._width)[:, :_PROBED_TOKENS]
-                self._check_same(some, parameters)
+                self._check_same(some)
                 self._is_apart = True
         except Exception:  # of a norm over another dimension, which takes no such part
             self._is_apart = False
