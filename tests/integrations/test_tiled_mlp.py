@@ -578,6 +578,18 @@ def test_what_a_module_is_given_after_the_trial_is_not_lost() -> None:
             mlp(x).sum().backward()
 
 
+def test_what_overflows_is_no_reason_to_refuse() -> None:
+    """A training in fp16 goes on behind a step whose values are infinite."""
+    model = make("Llama")
+    mlp = model.model.layers[0].mlp
+    mlp.act_fn = torch.nn.Softmax(1)  # over tokens
+    x = torch.randn(1, 2 * TILE, SIZES["hidden_size"])
+    with offload_activations(model, mode="off", tiled_mlp=TILE):
+        assert not mlp(x * 1e39).isfinite().any()
+        with pytest.raises(ConfigurationError, match="where others are beside it"):
+            mlp(x)
+
+
 def test_a_trial_is_no_call_that_a_module_counts() -> None:
     model = make("Llama")
     mlp = model.model.layers[0].mlp

@@ -136,8 +136,8 @@ class _Mlp:
         modules, training = tuple(self.module.modules()), self.module.training
         if self._checked.get(training) != modules:
             some = x.detach().reshape(1, -1, x.shape[-1])[:, :_PROBED_TOKENS]
-            self._check_same(some)
-            self._checked[training] = modules
+            if self._check_same(some):
+                self._checked[training] = modules
         return self._tiled(x, parameters, Tiles(tile_tokens))
 
     def _tiled(
@@ -192,8 +192,12 @@ class _Mlp:
             if parameter._backward_hooks:
                 self._refuse(f"has a hook on the gradient of {name}, which would see each tile's")
 
-    def _check_same(self, some: torch.Tensor) -> None:
-        """Raises ConfigurationError if tokens are not independent, or gradients would be lost."""
+    def _check_same(self, some: torch.Tensor) -> bool:
+        """Whether all could be compared.
+
+        Raises:
+            ConfigurationError: tokens are not independent, or gradients would be lost.
+        """
         some = some.clone()  # the module may write to it
         # From the middle: a token may take from those before it, from those behind, or from its
         # place.
@@ -212,9 +216,12 @@ class _Mlp:
         together = together[:, begin : begin + tokens]
         if alone.shape[:2] != (1, tokens) or alone.shape != together.shape:
             self._refuse(f"returns {tuple(alone.shape)} for {tokens} tokens")
-        off, most = (alone - together).detach().abs().max(), together.detach().abs().max()
+        differing, values = (alone - together).detach().abs(), together.detach().abs()
+        is_known = differing.isfinite() & values.isfinite()  # what overflows says nothing
+        off, most = (one.where(is_known, 0).max() for one in (differing, values))
         if not bool(off <= _TOLERANCE * most):
             self._refuse("gives a token another result where others are beside it")
+        return bool(is_known.all())
 
     def _results(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What attributes hold that a loss may be made of."""
@@ -284,8 +291,7 @@ class _Norm(_Mlp):
             self._check(x)
             if self._is_apart is None:
                 some = x.detach().reshape(1, -1, self._width)[:, :_PROBED_TOKENS]
-                self._check_same(some)
-                self._is_apart = True
+                self._is_apart = self._check_same(some) or None
         except Exception:  # of a norm over another dimension, which takes no such part
             self._is_apart = False
         if not self._is_apart:
