@@ -671,7 +671,8 @@ def test_what_is_written_to_a_few_places_is_seen_in_the_end(make_engine, first_v
             squared.data.view(-1)[first_value::2] = 0  # of the others none
         return squared.neg() @ second
 
-    with pytest.raises(ChangedInPlaceError, match="behind autograd's back"):
+    # An accelerator says it in whatever runs on the device next.
+    with pytest.raises(RuntimeError, match="behind autograd's back"):
         train(make_engine(), "context", layer, weights, num_steps=24)
     assert len(steps) > 3
 
