@@ -90,7 +90,7 @@ class StatesStress:
                 if any(one is main for one in params):
                     fill(main.data)
 
-            with mock.patch.object(front_door, "open_device", lambda _: self._device):
+            with mock.patch.object(front_door, "open_device", lambda *_: self._device):
                 offload = OptimizerOffload(
                     optimizer,
                     config,

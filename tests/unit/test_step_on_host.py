@@ -43,7 +43,7 @@ def test_main_weights_live_on_the_host_and_only_gradients_are_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = NoHostDevice()
-    monkeypatch.setattr(front_door, "open_device", lambda _: device)
+    monkeypatch.setattr(front_door, "open_device", lambda *_: device)
 
     def run(config: StatesConfig) -> list[torch.Tensor]:
         torch.manual_seed(3)
