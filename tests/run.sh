@@ -62,14 +62,14 @@ note_failures() {
     fi
 }
 
-# Four processes side by side: two cores wait for drives, devices and other processes then. That of tests/unit
-# prints as it runs, between all other checks. The other three each run the tests of some directories in turn,
-# about as long in all; what they print comes when they have ended.
+# Processes side by side: two cores wait for drives, devices and other processes then. That of tests/unit prints
+# as it runs, between all other checks. Each of the others runs the tests of some directories in turn; they and
+# what follows tests/unit end at about the same time, but for that of compiled graphs. What they print comes then.
 run=("$PYTHON" -m pytest --durations=10)
 declare -A directories=(
     [behaviour]='autograd behaviour' [lag]=lag [megatron]=megatron [compiled]=compiled [integrations]=integrations
 )
-in_turn=('lag megatron' 'compiled integrations' behaviour)
+in_turn=(integrations behaviour 'lag megatron' compiled)
 processes=()
 has_tests=false
 
