@@ -33,6 +33,16 @@ class Slotted:
     later: float = dataclasses.field(init=False)
 
 
+class Both(Slotted):
+    """An object with slots of its base, and with a dict."""
+
+
+class Named(list[float]):
+    """A list with an attribute."""
+
+    count = 0.0
+
+
 class Recent:
     """The last few calls, in a deque."""
 
@@ -71,6 +81,16 @@ def _in_slots(kept: Any, x: torch.Tensor) -> float:
     return float(kept.count + kept.later)
 
 
+def _in_both(kept: Any, x: torch.Tensor) -> float:
+    kept.more = getattr(kept, "more", 0.0) + 3
+    return _in_slots(kept, x) + float(kept.more)
+
+
+def _beside_a_list(kept: Any, x: torch.Tensor) -> float:
+    kept.count += 1
+    return float(kept.count)
+
+
 KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any, torch.Tensor], Any]]] = {
     "deque": (lambda: collections.deque(maxlen=3), _in_a_deque),
     "deque of tensors": (lambda: collections.deque(maxlen=3), _tensors_in_a_deque),
@@ -80,6 +100,8 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any, torch.Tensor], Any]]] =
     "bytearray": (lambda: bytearray(1), _in_an_array),
     "dict": (Refusing, _in_a_dict),
     "slots": (Slotted, _in_slots),
+    "slots and a dict": (Both, _in_both),
+    "attribute of a list": (Named, _beside_a_list),
 }
 
 

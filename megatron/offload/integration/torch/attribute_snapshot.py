@@ -168,8 +168,9 @@ class AttributeSnapshot:
             inside = (value.__self__,)
         elif isinstance(value, functools.partial):
             inside = (value.func, *value.args, value.keywords)
-        elif depth < _MOST_OBJECTS_DEEP and (own := _attributes_of(value)):
-            self._note(own, depth + 1)
+        if depth < _MOST_OBJECTS_DEEP and type(value).__module__ != "builtins":
+            for own in _attributes_of(value):
+                self._note(own, depth + 1)
         for one in inside:
             if type(one) not in _FREQUENT and not isinstance(one, torch.Tensor):
                 self._note_inside(one, name, depth)
@@ -328,17 +329,17 @@ class _Slots(MutableMapping[str, Any]):
         return sum(1 for _ in self)
 
 
-def _attributes_of(value: Any) -> MutableMapping[str, Any] | None:
+def _attributes_of(value: Any) -> Iterator[MutableMapping[str, Any]]:
     """Those of an object that holds what a layer is to do: a configuration, a processor."""
     if isinstance(value, _NO_OBJECTS):
-        return None
+        return
     if type(value).__module__.partition(".")[0] in _WITH_STATES_OF_THEIR_OWN:
-        return None
+        return
     own = getattr(value, "__dict__", None)
     if type(own) is dict:
-        return own
-    names = slots_of(type(value))
-    return _Slots(value, names) if names else None
+        yield own
+    if names := slots_of(type(value)):
+        yield _Slots(value, names)
 
 
 def _is_of_parameter(tensor: torch.Tensor) -> bool:
