@@ -239,7 +239,7 @@ class OptimizerOffload(Handle):
         showing = optimizer.register_state_dict_pre_hook(lambda _: states.expose())
         self._undo.append(showing.remove)
 
-    def tell(self, wrapper: torch.optim.Optimizer) -> None:
+    def _hook_wrapper(self, wrapper: torch.optim.Optimizer) -> None:
         """Has a wrapper of Accelerate's call the step that the optimizer has now.
 
         With a gradient scaler it puts the one that it has found, when it was made, on the optimizer
@@ -360,7 +360,7 @@ def offload_optimizer(
     with StatesConfig.speaking_of_settings():
         config = StatesConfig.of_door(directory, mode, settings).resolved()
         offload = OptimizerOffload(optimizer, config)
-    offload.tell(given)
+    offload._hook_wrapper(given)
     return offload
 
 
